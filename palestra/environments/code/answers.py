@@ -22,8 +22,12 @@ def read_program(answer: object, kind: ProgramKind = "stdin") -> str | None:
     if kind == "expression":
         text = text.rpartition("####")[2]
     blocks = _FENCED.findall(text)
-    source = str(blocks[-1]).strip("\n") if blocks else text.rpartition("####")[2].strip()
-    return source if source.strip() else None
+    source = text.rpartition("####")[2].strip()
+    if blocks:
+        source = str(blocks[-1]).strip("\n")
+    if not source.strip():
+        return None
+    return source
 
 
 def read_test(answer: object, problem: ProgramProblem) -> ProgramTest | None:
@@ -35,18 +39,22 @@ def read_test(answer: object, problem: ProgramProblem) -> ProgramTest | None:
     text = str(answer)[-MAX_ANSWER_CHARS:]
     if problem.kind == "stdin":
         blocks = _FENCED.findall(text)
-        input_text, mark, expected = text.rpartition("####")[2].strip().rpartition("->")
-        if len(blocks) < 2 and not mark:
+        before, mark, after = text.rpartition("####")[2].rpartition("->")
+        parts = [before.strip(), after.strip()]
+        if len(blocks) >= 2:
+            parts = blocks[-2:]
+        elif not mark:
             return None
-        input_text, expected = blocks[-2:] if len(blocks) >= 2 else (input_text.strip(), expected.strip())
-        return ProgramTest(f"{input_text.rstrip()}\n", f"{expected.rstrip()}\n")
+        return ProgramTest(*(f"{part.rstrip()}\n" for part in parts))
     line = (text.rpartition("####")[2].strip().splitlines() or [""])[-1].strip(" `")
     line = line.removeprefix("assert ")
     if len(line) > LONGEST_TEST:
         return None
     for sign in re.finditer(r"->|==", line):
         arguments = _arguments(line[: sign.start()].strip(), problem)
-        value = NO_VALUE if arguments is None else parse_literal(line[sign.end() :].strip())
+        if arguments is None:
+            continue
+        value = parse_literal(line[sign.end() :].strip())
         if value is not NO_VALUE:
             return ProgramTest(repr(arguments), repr(value))
     return None
@@ -56,34 +64,52 @@ def _arguments(text: str, problem: ProgramProblem) -> tuple[object, ...] | None:
     """Returns the arguments of a call `f(1, 2)`, or of a list for `xs`; None if they cannot be parsed."""
     if problem.kind == "expression":
         xs = parse_literal(re.sub(r"^xs\s*=", "", text).strip())
-        return (xs,) if isinstance(xs, list) else None
+        if not isinstance(xs, list):
+            return None
+        return (xs,)
     name, opened, inner = text.partition("(")
     if name.strip() not in (problem.entry, "candidate") or not opened or not inner.endswith(")"):
         return None
-    arguments = parse_literal(f"({inner[:-1]},)" if inner[:-1].strip() else "()")
-    return arguments if isinstance(arguments, tuple) else None
+    arguments = parse_literal(write_arguments(inner[:-1]))
+    if not isinstance(arguments, tuple):
+        return None
+    return arguments
+
+
+def write_arguments(inner: str) -> str:
+    """Returns what stands between the brackets of a call as a Python tuple: "(1, 2,)"."""
+    if not inner.strip():
+        return "()"
+    return f"({inner},)"
 
 
 def write_program(source: str, *, fenced: bool) -> str:
     """Returns a program in the form that `read_program` parses."""
-    return f"```python\n{source.strip()}\n```" if fenced else source.strip()
+    if not fenced:
+        return source.strip()
+    return f"```python\n{source.strip()}\n```"
 
 
 def write_test(case: ProgramTest, problem: ProgramProblem, *, fenced: bool) -> str:
     """Returns a test in the form that `read_test` parses."""
+    if not fenced:
+        return format_test(case, problem)
     if problem.kind == "stdin":
-        input_text = case.input_text.rstrip()
-        expected = case.expected_output.rstrip()
-        return (
-            f"Input:\n```\n{input_text}\n```\nOutput:\n```\n{expected}\n```"
-            if fenced
-            else f"{input_text.strip()} -> {expected.strip()}"
-        )
-    return f"#### {format_test(case, problem)}" if fenced else format_test(case, problem)
+        return format_example(case, problem)
+    return f"#### {format_test(case, problem)}"
+
+
+def format_example(case: ProgramTest, problem: ProgramProblem) -> str:
+    """Returns a test as a question shows it: input and output in blocks, or a call on one line."""
+    if problem.kind != "stdin":
+        return format_test(case, problem)
+    return f"Input:\n```\n{case.input_text.rstrip()}\n```\nOutput:\n```\n{case.expected_output.rstrip()}\n```"
 
 
 def format_test(case: ProgramTest, problem: ProgramProblem) -> str:
-    """Returns a test of a function or an expression on one line: `f(1, 2) -> 3`."""
+    """Returns a test on one line: `f(1, 2) -> 3`."""
+    if problem.kind == "stdin":
+        return f"{case.input_text.strip()} -> {case.expected_output.strip()}"
     if problem.kind == "expression":
         return f"{strip_comma_spaces(case.input_text[1:-1].rstrip(','))} -> {strip_comma_spaces(case.expected_output)}"
     if problem.kind == "assertion":

@@ -131,7 +131,9 @@ def _decode_value(text: str) -> Any:
 
 
 def _build_value(tree: Any) -> Any:
-    return DECODERS[tree[0]](*tree[1:]) if isinstance(tree, list) else tree
+    if not isinstance(tree, list):
+        return tree
+    return DECODERS[tree[0]](*tree[1:])
 
 
 DECODERS: dict[str, Callable[..., Any]] = {

@@ -12,13 +12,18 @@ import asyncio
 import json
 import random
 import re
-from collections.abc import Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from palestra.core.types import Seat, Step
-from palestra.environments.code.answers import read_program, read_test, write_program, write_test
+from palestra.environments.code.answers import (
+    read_program,
+    read_test,
+    write_arguments,
+    write_program,
+    write_test,
+)
 from palestra.environments.code.files import BUILT_IN_PROGRAMS, load_programs
 from palestra.environments.code.harness import encode_value
 from palestra.environments.code.programs import (
@@ -31,7 +36,12 @@ from palestra.environments.code.programs import (
 from palestra.environments.code.prompts import ROLE_PROMPTS, CodeTurn, compact_observation, full_observation
 from palestra.environments.code.results import NO_VALUE, encodings_equal, outputs_equal, parse_literal, words_equal
 from palestra.environments.code.synthetic_programs import SyntheticProgram, draw_synthetic_program, synthetic_problem
-from palestra.environments.code.test_runner import ProgramTest, ProgramTestResults, ProgramTestRunner
+from palestra.environments.code.test_runner import (
+    ProgramTest,
+    ProgramTestResult,
+    ProgramTestResults,
+    ProgramTestRunner,
+)
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import FORM_TERM, Terms, terms_gained, terms_info, total_rewards
 from palestra.envs.support.options import Rendering, RewardMode, check_range
@@ -45,7 +55,7 @@ CORRECT_TEST_REWARD = 1.0  # tester's reward for a test that the reference passe
 INVALID_TEST_PENALTY = 0.1  # tester's penalty for a test that cannot be read
 SOLVED_REWARD = 1.0  # team reward, with `reward: outcome`
 SYNTHETIC_SOURCE = "drills"
-SYNTHETIC_DIFFICULTIES = (1, 2, 3)  # default difficulties of `source: drills`
+DEFAULT_DIFFICULTIES = {SYNTHETIC_SOURCE: (1, 2, 3)}  # by source; all difficulties for the others
 MIB = 2**20
 
 CodeTeam = Literal["coder_tester", "single"]
@@ -53,12 +63,11 @@ SEATS: dict[CodeTeam, tuple[Seat, ...]] = {"coder_tester": ("coder", "tester"), 
 
 
 class TurnResult(NamedTuple):
-    """Result of one turn: `pass_rate` of hidden tests passed, scores of `coder` and `tester` by terms, together at most
-    1, `agreed` if the program passes the tester's test, and the `turn` as shown to both."""
+    """Result of one turn: `pass_rate` of hidden tests passed, the `scores` of the seats by terms,
+    each at most 1, `agreed` if the program passes the tester's test, the `turn` as shown to both."""
 
     pass_rate: float
-    coder_score: Terms
-    tester_score: Terms
+    scores: dict[Seat, Terms]
     agreed: bool
     turn: CodeTurn
 
@@ -107,12 +116,10 @@ class CoderTester(Env):
         self.split = split
         self.reward = reward
         self.rendering = rendering
-        self.difficulties = _grades(
-            difficulty, SYNTHETIC_DIFFICULTIES if source == SYNTHETIC_SOURCE else PROGRAM_DIFFICULTIES
-        )
+        self.difficulties = _grades(difficulty, source)
         self.limits = ResourceLimits(wall=time_limit_s, cpu=time_limit_s, memory=memory_mib * MIB, disk=64 * MIB)
         self.test_runner = _lab(unsafe)
-        self._problems = () if source == SYNTHETIC_SOURCE else _load_problems(source, split, tuple(self.difficulties))
+        self._problems = _load_problems(source, split, tuple(self.difficulties))
         self.roles = {seat: self._role(seat) for seat in self.seats}
         self._over = True
 
@@ -120,15 +127,19 @@ class CoderTester(Env):
 
     def instance_of(self, seed: int) -> int | str:
         """Returns what identifies a problem of a file; of a generated one, its seed."""
-        return draw_program(self._problems, seed).split_key if self._problems else seed
+        if self.source == SYNTHETIC_SOURCE:
+            return seed
+        return draw_program(self._problems, seed).split_key
 
     def reset(self, seed: int) -> Step:
-        self.drill: SyntheticProgram | None = (
-            draw_synthetic_program(seed, self.split, self.difficulties) if self.source == SYNTHETIC_SOURCE else None
-        )
-        self.problem = synthetic_problem(self.drill) if self.drill else draw_program(self._problems, seed)
+        self.drill: SyntheticProgram | None = None
+        if self.source == SYNTHETIC_SOURCE:
+            self.drill = draw_synthetic_program(seed, self.split, self.difficulties)
+            self.problem = synthetic_problem(self.drill)
+        else:
+            self.problem = draw_program(self._problems, seed)
         self._turns: tuple[CodeTurn, ...] = ()
-        self._judged = TurnResult(0.0, {}, {}, False, CodeTurn(None, None, None))
+        self._judged = TurnResult(0.0, {seat: {} for seat in self.seats}, False, CodeTurn(None, None, None))
         self._over = False
         return Step(self._observations())
 
@@ -137,8 +148,12 @@ class CoderTester(Env):
             raise ValueError(f"reset(seed), then answer for {', '.join(self.seats)} until no seat is observed")
         before = self._judged
         source = read_program(actions["coder"], self.problem.kind)
-        test = read_test(actions["tester"], self.problem) if self.team == "coder_tester" else None
-        now = await (self._alone(source) if self.team == "single" else self._both(source, test))
+        test = None
+        if self.team == "single":
+            now = await self._alone(source)
+        else:
+            test = read_test(actions["tester"], self.problem)
+            now = await self._both(source, test)
         self._judged = now
         self._turns = (*self._turns, now.turn)
         success = now.pass_rate == 1.0
@@ -146,7 +161,7 @@ class CoderTester(Env):
         flaws = {"coder": source is None or now.turn.compile_error is not None, "tester": test is None}
         terms = {seat: self._own(seat, before, now) for seat in self.seats}
         return Step(
-            {} if self._over else self._observations(),
+            self._observations(),
             rewards=total_rewards(terms),
             team_reward=self._team_reward(before, now),
             truncated=self._over and not now.agreed and not success,
@@ -190,54 +205,56 @@ class CoderTester(Env):
     async def _both(self, source: str | None, test: ProgramTest | None) -> TurnResult:
         """Returns the result of one turn of coder and tester."""
         copied = test is not None and is_test_shown(self.problem, test)
-        own_test = None if copied else test
-        (hidden, own_report), right = await asyncio.gather(self._run_tests(source, test), self._by_reference(own_test))
-        share, worth = self._marks(source, hidden)
-        trial = own_report.results[-1] if own_report and own_report.results else None
-        agreed = bool(test and trial and trial.passed)
+        checked_test = test
+        if copied:
+            checked_test = None
+        (hidden, trial), right = await asyncio.gather(self._run_tests(source, test), self._by_reference(checked_test))
+        share, coder = self._marks(hidden)
+        agreed = trial is not None and trial.passed
         if right is None:  # without a reference, a program that passes all hidden tests replaces it
             right = agreed and share == 1.0
-        form = -INVALID_TEST_PENALTY if test is None else 0.0
-        tester = {FORM_TERM: form, "correct": CORRECT_TEST_REWARD * right}
-        flaw = hidden.compile_error if hidden else None
-        return TurnResult(share, worth, tester, agreed, CodeTurn(source, test, trial, flaw, copied))
+        tester = {FORM_TERM: 0.0, "correct": CORRECT_TEST_REWARD * right}
+        if test is None:
+            tester[FORM_TERM] = -INVALID_TEST_PENALTY
+        turn = CodeTurn(source, test, trial, hidden.compile_error, copied)
+        return TurnResult(share, {"coder": coder, "tester": tester}, agreed, turn)
 
     async def _run_tests(
         self, source: str | None, test: ProgramTest | None
-    ) -> tuple[ProgramTestResults | None, ProgramTestResults | None]:
-        """Returns the results on the hidden tests, and on the tester's test (last entry of the second).
+    ) -> tuple[ProgramTestResults, ProgramTestResult | None]:
+        """Returns the results on the hidden tests, and on the tester's test.
 
         The two run separately, so a program that hangs on one does not fail the other; expressions are fast and run
         together.
         """
         hidden = self._hidden_tests()
-        own_tests = (test,) if test else ()
+        if test is None:
+            return await self._on(source, hidden), None
         if self.problem.kind == "expression":
-            tried = await self._on(source, (*hidden, *own_tests))
-            return tried, tried if own_tests else None
-        both = await asyncio.gather(self._on(source, hidden), self._on(source, own_tests))
-        return both[0], both[1]
+            results = own = await self._on(source, (*hidden, test))
+        else:
+            results, own = await asyncio.gather(self._on(source, hidden), self._on(source, (test,)))
+        return results, next(reversed(own.results), None)
 
     async def _alone(self, source: str | None) -> TurnResult:
         """Returns the result of one turn of a coder alone, which is tested on the examples."""
         examples = self.problem.examples
         hidden, shown = await asyncio.gather(self._on(source, self._hidden_tests()), self._on(source, examples))
-        share, worth = self._marks(source, hidden)
-        trials = shown.results if shown else ()
-        failed = [(case, trial) for case, trial in zip(examples, trials, strict=False) if not trial.passed]
-        case, trial = failed[0] if failed else (None, None)
-        agreed = not examples or bool(trials and not failed)
-        return TurnResult(
-            share, worth, {}, agreed, CodeTurn(source, case, trial, hidden.compile_error if hidden else None)
-        )
+        share, coder = self._marks(hidden)
+        trials = zip(examples, shown.results, strict=False)
+        failed = [(case, trial) for case, trial in trials if not trial.passed]
+        case, trial = next(iter(failed), (None, None))
+        agreed = not examples or bool(shown.results and not failed)
+        turn = CodeTurn(source, case, trial, hidden.compile_error)
+        return TurnResult(share, {"coder": coder}, agreed, turn)
 
     def _hidden_tests(self) -> tuple[ProgramTest, ...]:
         return self.problem.tests[: self.tests]
 
-    async def _on(self, source: str | None, cases: tuple[ProgramTest, ...]) -> ProgramTestResults | None:
-        """Returns the results of a program on `cases`; None without a program or without cases."""
+    async def _on(self, source: str | None, cases: tuple[ProgramTest, ...]) -> ProgramTestResults:
+        """Returns the results of a program on `cases`; none without a program."""
         if source is None or not cases:
-            return None
+            return ProgramTestResults(())
         code = self.problem.program_from(source, self.problem.kind_for_test(cases[0]))
         return await self.test_runner.run_tests(code, cases, self.limits)
 
@@ -248,26 +265,27 @@ class CoderTester(Env):
         if self.drill:
             result = self.drill.run_checked(parse_literal(test.input_text)[0])
             return result is not None and bool(result == parse_literal(test.expected_output))
+        if self.problem.reference is None:
+            return None
         tried = await self._on(self.problem.reference, (test,))
-        return tried.results[0].passed if tried else None
+        return tried.results[0].passed
 
-    def _marks(self, source: str | None, hidden: ProgramTestResults | None) -> tuple[float, Terms]:
+    def _marks(self, hidden: ProgramTestResults) -> tuple[float, Terms]:
         """Returns the share of hidden tests passed, and the coder's score by terms."""
-        if source is None or hidden is None or hidden.compile_error is not None:
+        if not hidden.results or hidden.compile_error is not None:
             return 0.0, {FORM_TERM: -NO_COMPILE_PENALTY - NO_RUN_PENALTY, "passed": 0.0}
-        passed = [
-            trial.passed for trial in hidden.results[: len(self._hidden_tests())]
-        ]  # for expressions the tester's result follows the hidden ones
+        # for expressions the tester's result follows the hidden ones
+        passed = [trial.passed for trial in hidden.results[: len(self._hidden_tests())]]
         share = sum(passed) / len(passed)
-        form = 0.0 if hidden.results[0].completed else -NO_RUN_PENALTY
-        return share, {FORM_TERM: form, "passed": PASS_RATE_REWARD * share}
+        terms = {FORM_TERM: 0.0, "passed": PASS_RATE_REWARD * share}
+        if not hidden.results[0].completed:
+            terms[FORM_TERM] = -NO_RUN_PENALTY
+        return share, terms
 
     def _own(self, seat: Seat, before: TurnResult, now: TurnResult) -> Terms:
         if self.reward == "outcome":
             return {}
-        if seat == "coder":
-            return terms_gained(now.coder_score, before.coder_score)
-        return terms_gained(now.tester_score, before.tester_score)
+        return terms_gained(now.scores[seat], before.scores[seat])
 
     def _team_reward(self, before: TurnResult, now: TurnResult) -> float:
         if self.reward == "outcome":
@@ -277,9 +295,13 @@ class CoderTester(Env):
     def _role(self, seat: Seat) -> str:
         if self.rendering == "compact":
             return f"code {seat}"
-        return ROLE_PROMPTS["alone" if self.team == "single" else seat]
+        if self.team == "single":
+            return ROLE_PROMPTS["alone"]
+        return ROLE_PROMPTS[seat]
 
     def _observations(self) -> dict[Seat, str]:
+        if self._over:
+            return {}
         if self.rendering == "compact":
             return dict.fromkeys(self.seats, compact_observation(self.problem, self._turns))
         alone = self.team == "single"
@@ -291,8 +313,10 @@ def _lab(unsafe: bool) -> ProgramTestRunner:
     return ProgramTestRunner(open_sandbox(unsafe))
 
 
-def _grades(wanted: list[int] | None, default: tuple[int, ...]) -> list[int]:
-    grades = list(default) if wanted is None else sorted(set(wanted))
+def _grades(wanted: list[int] | None, source: str) -> list[int]:
+    if wanted is None:
+        return list(DEFAULT_DIFFICULTIES.get(source, PROGRAM_DIFFICULTIES))
+    grades = sorted(set(wanted))
     if not grades or not set(grades) <= set(PROGRAM_DIFFICULTIES):
         raise ValueError(f"difficulty: {wanted} are not all from 1 to 5: give a list such as [1, 2]")
     return grades
@@ -300,8 +324,13 @@ def _grades(wanted: list[int] | None, default: tuple[int, ...]) -> list[int]:
 
 @cache
 def _load_problems(source: str, split: SplitOrAll, grades: tuple[int, ...]) -> tuple[ProgramProblem, ...]:
-    """Returns the problems of a source in a split. Raises ValueError if the file does not exist or has none."""
-    path = BUILT_IN_PROGRAMS if source == "own" else Path(source)
+    """Returns the problems of a source in a split; none of one that is generated. Raises ValueError
+    if the file does not exist or has none."""
+    if source == SYNTHETIC_SOURCE:
+        return ()
+    path = Path(source)
+    if source == "own":
+        path = BUILT_IN_PROGRAMS
     if not path.exists():
         raise ValueError(f'source: "{source}" is neither "own" nor "drills" nor a file: give the path of one')
     return select_problems(load_programs(path), split, grades, str(source))
@@ -353,20 +382,22 @@ def _lines(text: str) -> str:
 
 def _tree(arguments: str) -> Any:
     value = parse_literal(arguments)
-    return NO_VALUE if value is NO_VALUE else json.loads(encode_value(value))
+    if value is NO_VALUE:
+        return NO_VALUE
+    return json.loads(encode_value(value))
 
 
 @lru_cache(maxsize=256)
 def _calls(question: str, entry: str) -> tuple[Any, ...]:
     """Returns the arguments of all calls of `entry` with literal values in the question."""
-    return tuple(_find_call_arguments(question, entry)) if entry else ()
-
-
-def _find_call_arguments(question: str, entry: str) -> Iterator[Any]:
+    calls: list[Any] = []
+    if not entry:
+        return ()
     for call in re.finditer(rf"\b{re.escape(entry)}\s*\(", question):
         rest = question[call.end() : call.end() + 1000]
         for end in [match.start() for match in re.finditer(r"\)", rest)][:MAX_CLOSING_BRACKETS]:
-            value = parse_literal(f"({rest[:end]},)" if rest[:end].strip() else "()")
-            if value is not NO_VALUE:
-                yield json.loads(encode_value(value))
+            tree = _tree(write_arguments(rest[:end]))
+            if tree is not NO_VALUE:
+                calls.append(tree)
                 break
+    return tuple(calls)

@@ -32,9 +32,12 @@ FRAME_OPCODES = frozenset({"PROTO", "FRAME", "PUT", "BINPUT", "LONG_BINPUT", "ME
 MAX_SHORT_CHARS = 200  # characters of the short question, if a file has none
 CODE_CONTESTS_PYTHON3 = 3  # CodeContests' code for the language
 DIFFICULTY_LEVELS = {"introductory": 2, "interview": 3, "competition": 5, "easy": 2, "medium": 3, "hard": 5}
-DEFAULT_PREAMBLE = (
-    "from typing import *\nfrom collections import *\nimport bisect, functools, heapq, itertools, math, re, string\n"
-)
+PROGRAM_KINDS: dict[bool, ProgramKind] = {True: "function", False: "stdin"}  # is a function called
+PREAMBLES: dict[ProgramKind, str] = {  # of programs whose problems have none of their own
+    "stdin": "",
+    "function": "from typing import *\nfrom collections import *\n"
+    "import bisect, functools, heapq, itertools, math, re, string\n",
+}
 
 
 def load_programs(path: Path) -> tuple[ProgramProblem, ...]:
@@ -99,7 +102,7 @@ def _own(row: Row) -> ProgramProblem:
         question=row["question"],
         short_question=row["short"],
         split_key=_key(row["question"]),
-        kind="function" if function else "stdin",
+        kind=PROGRAM_KINDS[function],
         tests=cases("tests"),
         examples=cases("examples"),
         reference=row["reference"],
@@ -161,22 +164,25 @@ def _apps(row: Row) -> ProgramProblem:
     tests = json.loads(row["input_output"])
     entry = tests.get("fn_name") or ""
     starter = row.get("starter_code") or ""
-    outputs = _unwrap_values(tests["outputs"]) if entry else [_lines(output) for output in tests["outputs"]]
-    pairs = zip(tests["inputs"], outputs, strict=True)
-    cases = tuple(_call(inputs, output) if entry else ProgramTest(_lines(inputs), output) for inputs, output in pairs)
+    if entry:
+        calls = zip(tests["inputs"], _unwrap_values(tests["outputs"]), strict=True)
+        cases = tuple(starmap(_call, calls))
+    else:
+        texts = zip(map(_lines, tests["inputs"]), map(_lines, tests["outputs"]), strict=True)
+        cases = tuple(starmap(ProgramTest, texts))
     solutions = json.loads(row.get("solutions") or "[]")
     named = dict(id=f"apps/{row.get('problem_id', row.get('id'))}", question=row["question"], entry=entry)
     named |= dict(reference=_first_python(solutions), starter=starter)
-    kind: ProgramKind = "function" if entry else "stdin"
-    preamble = DEFAULT_PREAMBLE if entry else ""
-    return _problem(
-        named, kind, cases, preamble=preamble, difficulty=DIFFICULTY_LEVELS.get(row["difficulty"], 3), exact=False
-    )
+    kind = PROGRAM_KINDS[bool(entry)]
+    level = DIFFICULTY_LEVELS.get(row["difficulty"], 3)
+    return _problem(named, kind, cases, preamble=PREAMBLES[kind], difficulty=level, exact=False)
 
 
 def _code_contests_tests(table: Row | None) -> list[ProgramTest]:
     """Returns the tests of a table of inputs and outputs. Raises ValueError if there are more of the one."""
-    return list(starmap(ProgramTest, zip(table["input"], table["output"], strict=True))) if table else []
+    if not table:
+        return []
+    return list(starmap(ProgramTest, zip(table["input"], table["output"], strict=True)))
 
 
 def _code_contests(row: Row) -> ProgramProblem:
@@ -204,10 +210,9 @@ def _live_code_bench(row: Row) -> ProgramProblem:
     title = f"{row['question_title']}\n\n" if row.get("question_title") else ""
     named = dict(id=f"lcb/{row['question_id']}", question=title + row["question_content"], entry=entry)
     named |= dict(examples=cases(public), starter=row.get("starter_code") or "")
-    kind: ProgramKind = "function" if functional else "stdin"
-    preamble = DEFAULT_PREAMBLE if functional else ""
+    kind = PROGRAM_KINDS[functional]
     level = DIFFICULTY_LEVELS.get(row.get("difficulty") or "", 3)
-    return _problem(named, kind, cases(hidden or public), preamble=preamble, difficulty=level, exact=False)
+    return _problem(named, kind, cases(hidden or public), preamble=PREAMBLES[kind], difficulty=level, exact=False)
 
 
 DATASET_SCHEMAS = (
@@ -255,11 +260,15 @@ def _call(arguments: Sequence[Any], value: Any) -> ProgramTest:
 def _unwrap_values(values: Sequence[Any]) -> list[Any]:
     """Returns the values of a function: APPS wraps those of most problems in lists of one, all of a problem or none."""
     wrapped = all(isinstance(value, list) and len(value) == 1 for value in values)
-    return [value[0] for value in values] if wrapped else list(values)
+    if not wrapped:
+        return list(values)
+    return [value[0] for value in values]
 
 
 def _lines(text: str | Sequence[str]) -> str:
-    return text if isinstance(text, str) else "\n".join(map(str, text))
+    if isinstance(text, str):
+        return text
+    return "\n".join(map(str, text))
 
 
 def _first_python(solutions: Sequence[str]) -> str | None:
@@ -366,7 +375,8 @@ def _defined_names(tree: ast.AST) -> set[str | None]:
         elif isinstance(node, ast.arg):
             names.add(node.arg)
         elif isinstance(node, ast.Name):
-            names |= set() if isinstance(node.ctx, ast.Load) else {node.id}
+            if not isinstance(node.ctx, ast.Load):
+                names.add(node.id)
         else:  # functions, classes, caught exceptions
             names.add(getattr(node, "name", None))
     return names

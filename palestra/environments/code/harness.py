@@ -63,7 +63,9 @@ def _one(name: str, kind: str, entry: str, before: object, code: object, given: 
         sys.modules[module.__name__] = module
         exec(before, module.__dict__)  # type: ignore[arg-type]
         exec(code, module.__dict__)  # type: ignore[arg-type]
-        _end(name, kind, "" if kind == "stdin" else _encode_result(_entry(module.__dict__, entry), kind, given))
+        if kind == "stdin":
+            _end(name, kind, "")
+        _end(name, kind, _encode_result(_entry(module.__dict__, entry), kind, given))
     except SystemExit as stop:
         if stop.code in (None, 0) and kind == "stdin":
             _end(name, kind, "")
@@ -138,7 +140,7 @@ def encode_value(value: object) -> str:
     if isinstance(value, complex):
         return f'["complex",{encode_value(complex(value).real)},{encode_value(complex(value).imag)}]'
     kind, items = _parts(value)
-    return f'["{kind}",{",".join(items)}]' if items else f'["{kind}"]'
+    return "[" + ",".join([f'"{kind}"', *items]) + "]"
 
 
 def _parts(value: object) -> "tuple[str, list[str]]":

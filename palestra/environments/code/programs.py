@@ -45,7 +45,9 @@ class ProgramProblem:
         """Returns how a case is run: one with an expected value is a function call, even if the hidden tests are
         assertions.
         """
-        return "function" if self.kind == "assertion" and case.expected_output else self.kind
+        if self.kind == "assertion" and case.expected_output:
+            return "function"
+        return self.kind
 
 
 def select_problems(

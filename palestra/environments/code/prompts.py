@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from palestra.core.types import Seat
-from palestra.environments.code.answers import format_call, format_test, strip_comma_spaces
+from palestra.environments.code.answers import format_call, format_example, format_test, strip_comma_spaces
 from palestra.environments.code.programs import ProgramProblem
 from palestra.environments.code.test_runner import ProgramKind, ProgramTest, ProgramTestResult
 
@@ -47,6 +47,13 @@ ANSWER_FORMATS: dict[Seat, dict[ProgramKind, str]] = {
 }
 
 
+# What the answers, the program and the test are called, by the seat that reads of them.
+CODERS_ANSWER: dict[Seat, str] = {"coder": "your answer", "tester": "the coder’s answer"}
+TESTERS_ANSWER: dict[Seat, str] = {"coder": "the tester’s answer", "tester": "your answer"}
+PROGRAM_NAMES: dict[Seat, str] = {"coder": "Your program", "tester": "The coder's program"}
+TEST_NAMES: dict[Seat, str] = {"coder": "The tester's test", "tester": "Your test"}
+
+
 @dataclass(frozen=True)
 class CodeTurn:
     """A completed turn: the coder's program, the tester's test (or the failed example) and the result of running it.
@@ -70,9 +77,10 @@ def full_observation(
     if problem.starter:
         texts.append(f"Start from:\n```python\n{problem.starter.strip()}\n```")
     if problem.examples:
-        texts.append("\n".join(["Examples:", *(_example(case, problem) for case in problem.examples)]))
+        texts.append("\n".join(["Examples:", *(format_example(case, problem) for case in problem.examples)]))
     texts += [_format_turn(number, turn, problem, seat, alone) for number, turn in enumerate(turns, start=1)]
-    form = ANSWER_FORMATS[seat]["function" if problem.kind == "assertion" else problem.kind]
+    forms = ANSWER_FORMATS[seat]
+    form = forms.get(problem.kind, forms["function"])  # assertions call a function too
     return "\n\n".join([*texts, f"Turn {len(turns) + 1} of {max_turns}. {form}"])
 
 
@@ -81,46 +89,33 @@ def compact_observation(problem: ProgramProblem, turns: Sequence[CodeTurn]) -> s
     if not turns:
         return problem.short_question
     last = turns[-1]
-    code = last.source if last.source is not None else "none"
-    summary = f"{problem.short_question} code {_clip(code)}"
+    summary = f"{problem.short_question} code {_clip(last.source or 'none')}"
     if last.test is None:
         return f"{summary} test none"
     got = _result_text(last, problem)
-    shown = strip_comma_spaces(got) if problem.kind == "expression" else got
-    return f"{summary} test {_line(last.test, problem)} got {shown}"
-
-
-def _line(case: ProgramTest, problem: ProgramProblem) -> str:
-    if problem.kind == "stdin":
-        return f"{case.input_text.strip()} -> {case.expected_output.strip()}"
-    return format_test(case, problem)
+    if problem.kind == "expression":
+        got = strip_comma_spaces(got)
+    return f"{summary} test {format_test(last.test, problem)} got {got}"
 
 
 def _result_text(turn: CodeTurn, problem: ProgramProblem) -> str:
-    if turn.compile_error is not None or turn.trial is None:
+    if turn.compile_error is not None or turn.trial is None or not turn.trial.completed:
         return "error"
-    return _clip(turn.trial.output.strip()) if turn.trial.completed else "error"
-
-
-def _example(case: ProgramTest, problem: ProgramProblem) -> str:
-    if problem.kind == "stdin":
-        return f"Input:\n```\n{case.input_text.rstrip()}\n```\nOutput:\n```\n{case.expected_output.rstrip()}\n```"
-    return format_test(case, problem)
+    return _clip(turn.trial.output.strip())
 
 
 def _format_turn(number: int, turn: CodeTurn, problem: ProgramProblem, seat: Seat, alone: bool) -> str:
-    whose = "Your program" if seat == "coder" else "The coder's program"
     if turn.source is None:
-        lines = [f"Turn {number}. There was no program in {'your' if seat == 'coder' else 'the coder’s'} answer."]
+        lines = [f"Turn {number}. There was no program in {CODERS_ANSWER[seat]}."]
     else:
-        lines = [f"Turn {number}. {whose}:\n```python\n{_clip(turn.source)}\n```"]
+        lines = [f"Turn {number}. {PROGRAM_NAMES[seat]}:\n```python\n{_clip(turn.source)}\n```"]
     if turn.test is None:
-        lines.append(
-            f"There was no test that could be read in {'your' if seat == 'tester' else 'the tester’s'} answer."
-        )
+        lines.append(f"There was no test that could be read in {TESTERS_ANSWER[seat]}.")
     else:
-        test = "An example that it fails" if alone else "Your test" if seat == "tester" else "The tester's test"
-        lines.append(f"{test}: {_describe_case(turn.test, problem)}")
+        test_name = TEST_NAMES[seat]
+        if alone:
+            test_name = "An example that it fails"
+        lines.append(f"{test_name}: {_describe_case(turn.test, problem)}")
         if turn.is_copied and seat == "tester":
             lines.append("The question shows this input, so the test earns nothing.")
     return "\n".join([*lines, _outcome(turn, problem)]).strip()
@@ -133,11 +128,9 @@ def _describe_case(case: ProgramTest, problem: ProgramProblem) -> str:
         return f"the input\n```\n{input_text}\n```\nshould give\n```\n{expected}\n```"
     if problem.kind == "expression":
         return f"xs = {case.input_text[1:-1].rstrip(',')} should give {case.expected_output}"
-    return (
-        f"{format_call(case.input_text, problem)} should give {case.expected_output}"
-        if case.expected_output
-        else case.input_text
-    )
+    if not case.expected_output:
+        return case.input_text
+    return f"{format_call(case.input_text, problem)} should give {case.expected_output}"
 
 
 def _outcome(turn: CodeTurn, problem: ProgramProblem) -> str:
@@ -148,8 +141,12 @@ def _outcome(turn: CodeTurn, problem: ProgramProblem) -> str:
     if not turn.trial.completed:
         return f"The program failed: {_clip(turn.trial.output)}"
     output = _clip(turn.trial.output.rstrip())
-    return f"The program printed\n```\n{output}\n```" if problem.kind == "stdin" else f"The program gave {output}"
+    if problem.kind == "stdin":
+        return f"The program printed\n```\n{output}\n```"
+    return f"The program gave {output}"
 
 
 def _clip(text: str) -> str:
-    return text if len(text) <= MAX_QUOTE_CHARS else f"{text[:MAX_QUOTE_CHARS]} ..."
+    if len(text) <= MAX_QUOTE_CHARS:
+        return text
+    return f"{text[:MAX_QUOTE_CHARS]} ..."

@@ -100,7 +100,8 @@ def encodings_equal(wanted: Any, got: Any) -> bool:
 
 def _same(wanted: Any, got: Any, exact: bool) -> bool:
     if isinstance(wanted, list) and isinstance(got, list):
-        return _same_parts(wanted[0], wanted[1:], got[0] if got else "", got[1:], exact)
+        kind, *parts = got or [""]
+        return _same_parts(wanted[0], wanted[1:], kind, parts, exact)
     if isinstance(wanted, float) and type(got) in (int, float):
         return _close(wanted, float(got))
     return bool(wanted == got)
@@ -131,7 +132,9 @@ def canonical_text(tree: Any) -> str:
     """
     if isinstance(tree, list):
         items = list(map(canonical_text, tree[1:]))
-        return f"[{','.join([json.dumps(tree[:1]), *(sorted(items) if tree[:1] == ['set'] else items)])}]"
+        if tree[:1] == ["set"]:
+            items.sort()
+        return f"[{','.join([json.dumps(tree[:1]), *items])}]"
     if isinstance(tree, bool) or (isinstance(tree, float) and tree.is_integer() and abs(tree) < MAX_EXACT_FLOAT):
         return str(int(tree))
     return json.dumps(tree)
@@ -156,11 +159,11 @@ def _write_literal(tree: Any) -> str:
     if kind == "complex":
         return repr(complex(*items))
     inner = ", ".join(map(_write_literal, items))
-    return {
-        "list": f"[{inner}]",
-        "tuple": f"({inner},)" if len(items) == 1 else f"({inner})",
-        "set": f"{{{inner}}}" if items else "set()",
-    }[kind]
+    if kind == "tuple" and len(items) == 1:
+        return f"({inner},)"
+    if kind == "set" and not items:
+        return "set()"
+    return {"list": f"[{inner}]", "tuple": f"({inner})", "set": f"{{{inner}}}"}[kind]
 
 
 def _close(wanted: float, got: float) -> bool:

@@ -105,19 +105,23 @@ class SyntheticProgram:
     @property
     def short_question(self) -> str:
         steps = " then ".join(step.short_text for step in (self.first_map, self.second_map) if step)
-        texts = [f"keep {self.filter_step.short_text}" if self.filter_step else "", f"each {steps}" if steps else ""]
-        return " ".join(
-            filter(None, [*texts, *(step.short_text for step in (self.order_step, self.reduce_step) if step)])
-        )
+        tasks = []
+        if self.filter_step:
+            tasks.append(f"keep {self.filter_step.short_text}")
+        if steps:
+            tasks.append(f"each {steps}")
+        tasks += [step.short_text for step in (self.order_step, self.reduce_step) if step]
+        return " ".join(tasks)
 
     @property
     def question(self) -> str:
         steps = " and then ".join(step.long_text for step in (self.first_map, self.second_map) if step)
-        texts = [
-            f"keep only those that are {self.filter_step.long_text}" if self.filter_step else "",
-            f"for each, {steps}" if steps else "",
-        ]
-        tasks = [*filter(None, texts), *(step.long_text for step in (self.order_step, self.reduce_step) if step)]
+        tasks = []
+        if self.filter_step:
+            tasks.append(f"keep only those that are {self.filter_step.long_text}")
+        if steps:
+            tasks.append(f"for each, {steps}")
+        tasks += [step.long_text for step in (self.order_step, self.reduce_step) if step]
         return f"`xs` is a list of integers. Start from its numbers: {'; then '.join(tasks)}."
 
     @property
@@ -149,7 +153,9 @@ class SyntheticProgram:
             and len(xs) <= MAX_LIST_LENGTH
             and all(type(x) is int and abs(x) <= MAX_ABS_VALUE for x in xs)
         )
-        return self.run(xs) if few else None
+        if not few:
+            return None
+        return self.run(xs)
 
 
 def draw_synthetic_program(seed: int, split: SplitOrAll, difficulties: Sequence[int]) -> SyntheticProgram:
@@ -165,10 +171,10 @@ def draw_synthetic_program(seed: int, split: SplitOrAll, difficulties: Sequence[
 
 
 def _propose(rng: random.Random, grade: int) -> SyntheticProgram:
-    filled = set(rng.sample(range(len(STEP_CHOICES)), grade))
-    return SyntheticProgram(
-        *(rng.choice(pieces) if slot in filled else None for slot, pieces in enumerate(STEP_CHOICES))
-    )
+    steps: list[ProgramStep | None] = [None] * len(STEP_CHOICES)
+    for slot in sorted(rng.sample(range(len(STEP_CHOICES)), grade)):
+        steps[slot] = rng.choice(STEP_CHOICES[slot])
+    return SyntheticProgram(*steps)
 
 
 @lru_cache(maxsize=16_384)

@@ -106,7 +106,9 @@ class ProgramTestRunner:
         """
 
         async def make() -> ProgramTestResults:
-            return await (self._run_assertions if code.kind == "assertion" else self._run)(code, cases, limits)
+            if code.kind == "assertion":
+                return await self._run_assertions(code, cases, limits)
+            return await self._run(code, cases, limits)
 
         return await self._once((code, cases, limits), make)
 
@@ -181,7 +183,9 @@ class ProgramTestRunner:
         asking = await self._check(code, cases, {}, ResourceLimits(wall=60, cpu=30))
         for case, trial in zip(cases, asking.results, strict=True):
             if trial.output != WAITING:
-                why = "never calls the function" if trial.completed else f"does not run: {trial.output}"
+                why = f"does not run: {trial.output}"
+                if trial.completed:
+                    why = "never calls the function"
                 raise ValueError(f"the test {case.input_text[-300:]!r} {why}; correct it or leave the problem out")
         if not asking.requested_calls:
             raise ValueError(
@@ -262,17 +266,21 @@ def _answer(outcome: RunResult, name: str, most: int) -> tuple[bool, str]:
     data = outcome.files.get(name, b"")
     if len(data) > most:
         return False, "the result is too long"
-    return status.completed, _text(data).partition("\n")[2] if status.completed else status.output
+    if not status.completed:
+        return False, status.output
+    return True, _text(data).partition("\n")[2]
 
 
 def _status(outcome: RunResult, name: str) -> ProgramTestResult:
     """Returns the status of a result file, and the start of the text below it."""
     status, _, message = _text(outcome.files.get(name, b"")[:MAX_STATUS_BYTES]).partition("\n")
-    if status in ("ok", WAITING):
-        return ProgramTestResult(status == "ok", message if status == "ok" else WAITING)
-    missing = LIMIT_MESSAGES.get(outcome.ended, NO_RESULT)
-    cut = outcome.ended != "exit" and message in ("", NO_RESULT)
-    return ProgramTestResult(False, missing if cut or not message else message)
+    if status == "ok":
+        return ProgramTestResult(True, message)
+    if status == WAITING:
+        return ProgramTestResult(False, WAITING)
+    if not message or (outcome.ended != "exit" and message == NO_RESULT):
+        message = LIMIT_MESSAGES.get(outcome.ended, NO_RESULT)
+    return ProgramTestResult(False, message)
 
 
 def _text(data: bytes) -> str:

@@ -81,9 +81,13 @@ def _in_cone(units: np.ndarray, b: int, n: int, v: int, facing: int) -> bool:
     """True if unit v is within 45 degrees of the direction of the move `facing` from ally n."""
     x = units[b, v, X] - units[b, n, X]
     y = units[b, v, Y] - units[b, n, Y]
-    along = x if facing == EAST else -x if facing == WEST else y if facing == NORTH else -y
-    across = x if facing == NORTH or facing == SOUTH else y  # noqa: SIM109 - not worth a tuple
-    return along >= abs(across)
+    if facing == EAST:
+        return x >= abs(y)
+    if facing == WEST:
+        return -x >= abs(y)
+    if facing == NORTH:
+        return y >= abs(x)
+    return -y >= abs(x)
 
 
 @jit
@@ -407,6 +411,7 @@ def choose_focus_actions(g: CombatArrays, rules: CombatParams, seat: int, chosen
             v = _nearest(units, b, seat, rules.allies, units.shape[1])
             east = units[b, v, X] - units[b, seat, X]
             north = units[b, v, Y] - units[b, seat, Y]
-            along = EAST if east > 0 else WEST
-            across = NORTH if north > 0 else SOUTH
-            chosen[b] = along if abs(east) >= abs(north) else across
+            if abs(east) >= abs(north):
+                chosen[b] = EAST if east > 0 else WEST
+            else:
+                chosen[b] = NORTH if north > 0 else SOUTH

@@ -128,12 +128,15 @@ def _citations(segments: Sequence[_Segment], side: Side) -> tuple[tuple[str, ...
     rebuts: dict[str, None] = {}
     for segment in segments:
         against = segment.part == "against"
-        (rebuts if against else false).update(dict.fromkeys(segment.unknown))
-        for fact in segment.cited:
-            (support if fact.side == side else rebuts if against else false)[fact.id] = None
+        others = rebuts if against else false  # for all that is not the side's own
+        others.update(dict.fromkeys(segment.unknown))
+        others.update(dict.fromkeys(fact.id for fact in segment.cited if fact.side != side))
+        support.update(dict.fromkeys(fact.id for fact in segment.cited if fact.side == side))
         for fact in segment.quoted:  # quoting the other side's fact is not claiming it as support
-            if fact.side == side or against:
-                (support if fact.side == side else rebuts)[fact.id] = None
+            if fact.side == side:
+                support[fact.id] = None
+            elif against:
+                rebuts[fact.id] = None
     return tuple(support), tuple(false), tuple(rebuts)
 
 
@@ -145,7 +148,7 @@ def _structure(segments: Sequence[_Segment], topic: Topic, side: Side) -> tuple[
     reasons = [
         i for i, s in enumerate(segments) if s.part == "because" and telling[i] and not known.issuperset(s.words)
     ]
-    after = segments[reasons[0] :] if reasons else ()
+    after = segments[min(reasons, default=len(segments)) :]
     return bool(claims), bool(reasons), any(s.part == "so" and _concludes(s, topic, side) for s in after)
 
 

@@ -33,6 +33,7 @@ from palestra.environments.debate.prompts import (
 from palestra.environments.debate.topics import MAX_FACTS, draw_file_topic, draw_synthetic_topic
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import FORM_TERM, Terms, terms_info, total_rewards
+from palestra.envs.support.answers import mark_answer
 from palestra.envs.support.options import Rendering, RewardMode, check_range
 from palestra.envs.support.splits import Split
 
@@ -43,6 +44,10 @@ EVIDENCE_REWARD = 0.25
 UNREADABLE_PENALTY = 0.1  # per seat, subtracted for an unreadable answer
 OPPONENT_TERM = "opponent"  # the term of a reward that the other side's answer takes, in mode competitive
 VERDICT_TERM = "verdict"  # the term that the verdict pays a side, and the judge for the right one
+
+JudgeSource = Literal["rules", "seat"]
+SEATS: dict[JudgeSource, tuple[Seat, ...]] = {"rules": SIDES, "seat": (*SIDES, "judge")}
+OPPONENTS: dict[Side, Side] = {"pro": "con", "con": "pro"}
 
 
 class Debate(Env):
@@ -69,7 +74,7 @@ class Debate(Env):
         split: Split | Literal["all"] = "train",
         rounds: int = 2,
         order: Literal["turns", "simultaneous"] = "turns",
-        judge: Literal["rules", "seat"] = "rules",
+        judge: JudgeSource = "rules",
         weights: ScoreWeights | None = None,
         facts: int = 3,
         max_words: int = 200,
@@ -97,7 +102,7 @@ class Debate(Env):
         self.weights = weights or ScoreWeights()
         self.reward = reward
         self.rendering = rendering
-        self.seats: tuple[Seat, ...] = (*SIDES, "judge") if judge == "seat" else SIDES
+        self.seats = SEATS[judge]
         self.roles = role_prompts(mode, self.seats, rounds, max_words, rendering == "compact")
         self._over = True
 
@@ -121,7 +126,10 @@ class Debate(Env):
     def step(self, actions: dict[Seat, Any]) -> Step:
         acting = self._acting()
         if self._over or actions.keys() != set(acting):
-            raise ValueError(f"the actions are for {sorted(actions)}: {_whose(acting, self._over)}")
+            why = f"give them for {' and '.join(acting)}, who speak next"
+            if self._over:
+                why = "the debate is over, call reset(seed)"
+            raise ValueError(f"the actions are for {sorted(actions)}: {why}")
         if acting == ("judge",):
             return self._end_by_judge(actions["judge"])
         current = self._round()
@@ -139,12 +147,12 @@ class Debate(Env):
         """Returns a good answer for `seat`: its own facts, a rebuttal, and a conclusion for its side (mode truth: for
         the correct side). For the judge: in mode truth the correct side, else the rule judge's winner (pro on a draw).
         """
+        truth = self.topic.truth if self.mode == "truth" else None
         if seat == "judge":
-            winner = self.topic.truth if self.mode == "truth" else self._by_rules().winner
+            winner = truth or self._by_rules().winner
             return self._verdict_text("con" if winner == "con" else "pro")
         heard = [s.argument for s in self.speeches]
         side = SIDES[SIDES.index(seat)]
-        truth = self.topic.truth if self.mode == "truth" else None
         return write_argument(self.topic, side, heard, self.rounds, self.words, truth or side)
 
     # ---- turn order and observations
@@ -156,8 +164,10 @@ class Debate(Env):
 
     def _acting(self) -> tuple[Seat, ...]:
         if len(self.speeches) == 2 * self.rounds:
-            return ("judge",) if self.judge == "seat" else ()
-        return SIDES if self.order == "simultaneous" else (SIDES[len(self.speeches) % 2],)
+            return self.seats[len(SIDES) :]  # the judge, if a seat judges
+        if self.order == "simultaneous":
+            return SIDES
+        return (SIDES[len(self.speeches) % 2],)
 
     def _round(self) -> int:
         return min(len(self.speeches) // 2 + 1, self.rounds)
@@ -175,7 +185,7 @@ class Debate(Env):
         return full_observation(self.topic, SIDES[SIDES.index(seat)], self.speeches, current, self.rounds)
 
     def _verdict_text(self, side: Side) -> str:
-        return side if self.rendering == "compact" else f"#### {side}"
+        return mark_answer(side, is_compact=self.rendering == "compact")
 
     # ---- rewards
 
@@ -186,20 +196,25 @@ class Debate(Env):
             "invalid": {s.side: not s.argument.is_readable for s in new},
             "parts": {s.side: s.parts.to_info() for s in new},
         }
-        if self._acting():
-            legal = {"judge": [self._verdict_text(side) for side in SIDES]} if self._acting() == ("judge",) else None
-            info |= terms_info(terms)
-            return Step(self._observations(), total_rewards(terms), legal_actions=legal, info=info)
-        return self._end(self._by_rules(), terms, info)
+        acting = self._acting()
+        if not acting:
+            return self._end(self._by_rules(), terms, info)
+        legal = None
+        if acting == ("judge",):
+            legal = {"judge": [self._verdict_text(side) for side in SIDES]}
+        info |= terms_info(terms)
+        return Step(self._observations(), total_rewards(terms), legal_actions=legal, info=info)
 
     def _dense_terms(self, new: tuple[Speech, ...]) -> dict[Seat, Terms]:
         """Returns the terms of the dense rewards of the new speeches; none with `reward: outcome`."""
         terms: dict[Seat, Terms] = {side: {} for side in SIDES}
-        for speech in new if self.reward == "dense" else ():
+        if self.reward == "outcome":
+            return terms
+        for speech in new:
             speech_terms = self._speech_terms(speech)
             terms[speech.side] = {**terms[speech.side], **speech_terms}
             if self.mode == "competitive" and speech_terms:
-                other = "con" if speech.side == "pro" else "pro"
+                other = OPPONENTS[speech.side]
                 terms[other] = {**terms[other], OPPONENT_TERM: 0.0 - sum(speech_terms.values())}
         return terms
 
@@ -222,7 +237,9 @@ class Debate(Env):
     def _end_by_judge(self, answer: Any) -> Step:
         """Ends the episode with the judge seat's verdict; an unreadable verdict is a draw."""
         winner = read_verdict(answer)
-        scores: dict[Side, float] = {side: 0.5 if winner is None else float(side == winner) for side in SIDES}
+        scores: dict[Side, float] = dict.fromkeys(SIDES, 0.5)
+        if winner:
+            scores = {side: float(side == winner) for side in SIDES}
         terms: dict[Seat, Terms] = {}
         if winner is None and self.reward == "dense":
             terms["judge"] = {FORM_TERM: -UNREADABLE_PENALTY}
@@ -248,18 +265,14 @@ class Debate(Env):
             info = info | verdict_info | {"truth": self.topic.truth, "success": is_right} | terms_info(terms)
             return Step({}, total_rewards(terms), WIN_REWARD * is_right, info=info)
         if self.reward == "outcome" or self.judge != "rules":  # else the scores were paid step by step
-            won = {"pro": WIN_REWARD, "con": -WIN_REWARD, "draw": 0.0}[verdict.winner]
-            pay = won if self.reward == "outcome" else verdict.margin
+            pay = verdict.margin
+            if self.reward == "outcome":
+                pay = {"pro": WIN_REWARD, "con": -WIN_REWARD, "draw": 0.0}[verdict.winner]
             for side, sign in zip(SIDES, (1, -1), strict=True):
                 terms[side] = {**terms.get(side, {}), VERDICT_TERM: sign * pay}
-        others: dict[Side, Side] = {"pro": "con", "con": "pro"}
-        success = {side: self._sound[side] and verdict.winner != others[side] for side in SIDES}
+        success = {side: self._sound[side] and verdict.winner != OPPONENTS[side] for side in SIDES}
         info = info | verdict_info | {"success": success} | terms_info(terms)
         return Step({}, total_rewards(terms), info=info)
-
-
-def _whose(acting: tuple[Seat, ...], over: bool) -> str:
-    return "the debate is over, call reset(seed)" if over else f"give them for {' and '.join(acting)}, who speak next"
 
 
 # ---- scripted debater
@@ -278,7 +291,10 @@ def write_argument(
     shown = set(chain.from_iterable(a.supporting_ids for a in ours))
     wordless = all(fact.text == fact.id for fact in topic.facts)
     while True:
-        text = _as_ids(facts, reply, side, truth) if wordless else _in_prose(topic, facts, shown, reply, side, truth)
+        if wordless:
+            text = _as_ids(facts, reply, side, truth)
+        else:
+            text = _in_prose(topic, facts, shown, reply, side, truth)
         if len(text.split()) <= max_words or len(facts) <= 1:
             return text
         facts = facts[:-1]
@@ -300,7 +316,10 @@ def _find_unanswered_point(ours: Sequence[Argument], others: Sequence[Argument])
 
 
 def _as_ids(facts: Sequence[Fact], reply: Point | None, side: Side, truth: Side) -> str:
-    claim, *reasons = [fact.id for fact in facts] if len(facts) > 1 else [STANCES[side], facts[0].id]
+    claim, *reasons = [fact.id for fact in facts]
+    if not reasons:
+        reasons = [claim]
+        claim = STANCES[side]
     against = f" against {reply.id}" if reply and reply.id else ""
     return f"claim {claim} because {' '.join(reasons)}{against} so {STANCES[truth]}"
 
@@ -308,8 +327,10 @@ def _as_ids(facts: Sequence[Fact], reply: Point | None, side: Side, truth: Side)
 def _in_prose(
     topic: Topic, facts: Sequence[Fact], shown: Set[str], reply: Point | None, side: Side, truth: Side
 ) -> str:
-    sentences = [_quote_fact(fact, fact.id in shown) for fact in facts]
-    claim, *reasons = sentences if len(sentences) > 1 else [f"{STANCES[side].capitalize()}.", *sentences]
+    claim, *reasons = [_quote_fact(fact, fact.id in shown) for fact in facts]
+    if not reasons:
+        reasons = [claim]
+        claim = f"{STANCES[side].capitalize()}."
     against = [f"Against: {_reply(topic, reply)}"] if reply else []
     return "\n".join([f"Claim: {claim}", f"Because: {' '.join(reasons)}", *against, f"So: {STANCES[truth]}."])
 

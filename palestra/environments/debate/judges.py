@@ -144,7 +144,9 @@ class RuleJudge:
         """Returns the share of the evidence that this answer is the first to cite."""
         shown = set(chain.from_iterable(a.supporting_ids for a in ours))
         sizes = {side: len(self.topic.facts_of(side)) for side in SIDES}
-        num_facts = max(sizes.values()) if self.mode == "truth" else sizes[argument.side]
+        num_facts = sizes[argument.side]
+        if self.mode == "truth":
+            num_facts = max(sizes.values())
         return len(set(argument.supporting_ids) - shown) / num_facts
 
     def verdict(self, speeches: Sequence[Speech]) -> DebateVerdict:
@@ -158,7 +160,9 @@ class RuleJudge:
             return None
         last = {s.side: s.argument.stance for s in speeches if s.argument.stance}
         won = [stance for side, stance in last.items() if stance != side]
-        return won[0] if len(won) == 1 else None
+        if len(won) != 1:
+            return None
+        return won[0]
 
 
 def total_score(speeches: Sequence[Speech], side: Side) -> ScoreParts:
@@ -187,7 +191,7 @@ def honesty_score(argument: Argument, opponent_points: Sequence[Point]) -> float
     """
     real = len(argument.supporting_ids) + sum(number in _ids(opponent_points) for number in argument.rebutted_ids)
     named = len(argument.supporting_ids) + len(argument.rebutted_ids) + len(argument.false_ids)
-    return real / named if named else 0.0
+    return real / max(named, 1)
 
 
 def rebuttal_score(argument: Argument, ours: Sequence[Argument], opponent_points: Sequence[Point]) -> float:
@@ -202,7 +206,7 @@ def rebuttal_score(argument: Argument, ours: Sequence[Argument], opponent_points
     if not still_open:
         return float(not invented and (bool(opponent_points) or not argument.rebuttal_words))
     answered = len({point for point in still_open if argument.addresses(point)})
-    return answered / (answered + invented) if answered else 0.0
+    return answered / max(answered + invented, 1)
 
 
 def _ids(points: Sequence[Point]) -> set[str]:
@@ -217,7 +221,7 @@ def repetition_rate(words: Sequence[str], earlier: Sequence[Sequence[str]]) -> f
     for gram in grams:
         again += gram in seen
         seen.add(gram)
-    return again / len(grams) if grams else 0.0
+    return again / max(len(grams), 1)
 
 
 def _grams(words: Sequence[str]) -> list[tuple[str, ...]]:

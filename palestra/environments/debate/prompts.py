@@ -57,10 +57,13 @@ def compact_observation(topic: Topic, seat: str, speeches: Sequence[Speech], lef
 
     The judge's omits the evidence. `left`: remaining answers of this seat; 0 omits it.
     """
-    shown = [] if seat == "judge" else [f"{side} {' '.join(f.id for f in topic.facts_of(side))}" for side in SIDES]
-    transcript = " ".join(map(compact_speech, speeches)) or "none"
-    rest = f" left {left}" if left else ""
-    return " ".join(["topic", topic.text, *shown, "you", seat, "said", transcript]) + rest
+    texts = ["topic", topic.text]
+    if seat != "judge":
+        texts += [" ".join([side, *(fact.id for fact in topic.facts_of(side))]) for side in SIDES]
+    texts += ["you", seat, "said", " ".join(map(compact_speech, speeches)) or "none"]
+    if left:
+        texts.append(f"left {left}")
+    return " ".join(texts)
 
 
 def compact_speech(speech: Speech) -> str:
@@ -68,7 +71,9 @@ def compact_speech(speech: Speech) -> str:
     heard = speech.argument
     named_ids = [("", heard.supporting_ids), ("false", heard.false_ids), ("against", heard.rebutted_ids)]
     references = [" ".join([name, *ids]).strip() for name, ids in named_ids if ids]
-    return " ".join([speech.side, *references, *(["so", STANCES[heard.stance]] if heard.stance else [])])
+    if heard.stance:
+        references.append(f"so {STANCES[heard.stance]}")
+    return " ".join([speech.side, *references])
 
 
 def _evidence(topic: Topic, side: Side) -> str:

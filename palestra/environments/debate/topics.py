@@ -126,7 +126,11 @@ def draw_synthetic_topic(seed: int, split: Split | Literal["all"], mode: DebateM
 def _dealt(rng: random.Random, mode: DebateMode, facts: int) -> tuple[Side, tuple[list[str], list[str]]]:
     """Returns the correct side, and the tokens of pro and con."""
     truth: Side = rng.choice(SIDES)
-    most = facts if mode == "competitive" else rng.randint(2, facts)
-    least = facts if mode == "competitive" else rng.randint(1, most - 1)
+    most = least = facts
+    if mode == "truth":
+        most = rng.randint(2, facts)
+        least = rng.randint(1, most - 1)
     tokens = rng.sample(FACT_TOKENS, most + least)
-    return truth, (tokens[:most], tokens[most:]) if truth == "pro" else (tokens[most:], tokens[:most])
+    if truth == "pro":
+        return truth, (tokens[:most], tokens[most:])
+    return truth, (tokens[most:], tokens[:most])

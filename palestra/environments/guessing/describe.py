@@ -92,7 +92,9 @@ class DescribeGuess(Env):
         reply = str(actions[seat])
         if seat == DESCRIBER:
             is_withheld = names_thing(reply, self.instance.thing)
-            self.description = WITHHELD if is_withheld else " ".join(reply.split())[:MAX_DESCRIPTION_CHARS]
+            self.description = " ".join(reply.split())[:MAX_DESCRIPTION_CHARS]
+            if is_withheld:
+                self.description = WITHHELD
             self.invalid = {seat: is_withheld}
             self._next = GUESSER
             return Step(self._observations(), info=self._info(success=False))
@@ -109,7 +111,9 @@ class DescribeGuess(Env):
     def _info(self, success: bool) -> dict[str, Any]:
         info: dict[str, Any] = {"turn": len(self.invalid), "success": success}
         info |= {"withheld": self.description == WITHHELD, "invalid": dict(self.invalid)}
-        return info if self._next else info | {"gold": self.instance.thing}
+        if self._next is None:
+            info["gold"] = self.instance.thing
+        return info
 
     def _observations(self) -> dict[Seat, Any]:
         assert self._next is not None
@@ -157,7 +161,9 @@ def names_thing(description: str, thing: str) -> bool:
 def named_choice(reply: str, choices: Sequence[str]) -> str | None:
     """Returns the one thing of `choices` that a reply names; None if it names none or several."""
     named = set(re.findall(r"[a-z]+", reply.lower())) & set(choices)
-    return named.pop() if len(named) == 1 else None
+    if len(named) != 1:
+        return None
+    return named.pop()
 
 
 def seat_question(seat: Seat, instance: Instance, description: str) -> str:
@@ -169,7 +175,9 @@ def seat_question(seat: Seat, instance: Instance, description: str) -> str:
 
 def worked_reply(seat: Seat, thing: str) -> str:
     """Returns a good reply of a seat: a description, if there is no worked one the thing's kind; or the name."""
-    return thing if seat == GUESSER else DESCRIPTIONS.get(thing, f"a kind of {kinds_of_nouns()[thing]}")
+    if seat == GUESSER:
+        return thing
+    return DESCRIPTIONS.get(thing, f"a kind of {kinds_of_nouns()[thing]}")
 
 
 def example_turns(seat: Seat, instances: Sequence[Instance]) -> list[dict[str, str]]:

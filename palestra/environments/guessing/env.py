@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from palestra.core.types import Seat, Step
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import form_or, terms_info
-from palestra.envs.support.answers import answer_words
+from palestra.envs.support.answers import answer_words, mark_answer
 from palestra.envs.support.few_shot import acting_seat
 from palestra.envs.support.options import Rendering, RewardMode, check_range
 from palestra.envs.support.splits import Split, split_of_text
@@ -68,16 +68,15 @@ class GuessingGame(Env):
         self.answers = answers
         self.corrected = corrected
         self.reward = reward
-        self.rendering = rendering
         self.drawn = [secret for secret in secrets if split_of_text(self.canonical_text(secret)) == split]
         if not self.drawn:
             raise ValueError(f'of {len(self.secrets)} secrets none is in split "{split}": give more to guess among')
-        self.seats = (self.asker,) if answers == "rules" else (self.asker, "answerer")
-        is_compact = rendering == "compact"
-        self.roles = {
-            seat: f"{self.compact_name} {seat}" if is_compact else self.role_prompt(seat) for seat in self.seats
-        }
-        self._over = True
+        self.seats = {"rules": (self.asker,), "seat": (self.asker, "answerer")}[answers]
+        self.is_compact = rendering == "compact"
+        self.roles = {seat: f"{self.compact_name} {seat}" for seat in self.seats}
+        if not self.is_compact:
+            self.roles = {seat: self.role_prompt(seat) for seat in self.seats}
+        self._acting: Seat | None = None
 
     # ---- implemented by each game
 
@@ -132,14 +131,15 @@ class GuessingGame(Env):
         self.history: tuple[AnsweredQuestion, ...] = ()
         self.candidates = self.secrets  # consistent with the true answers
         self.pending_question: Any = None  # the question waiting for an answer
+        self._acting = self.asker
         self._count = 0
-        self._over = False
         return self._step({}, {})
 
     def step(self, actions: dict[Seat, Any]) -> Step:
-        acting = self.asker if self.pending_question is None else "answerer"
-        seat = acting_seat(None if self._over else acting, actions)
-        return self._ask(actions[seat]) if seat == self.asker else self._answer(actions[seat])
+        seat = acting_seat(self._acting, actions)
+        if seat == self.asker:
+            return self._ask(actions[seat])
+        return self._answer(actions[seat])
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
         """Returns the best question given the answers seen by the asker; the answerer's is the true answer."""
@@ -151,7 +151,7 @@ class GuessingGame(Env):
                 possible = tuple(secret for secret in possible if self.true_answer(secret, asked) == answer)
             # after a lie no secret may be left
             reply = self.format_question(self.best_question(possible or self.secrets, rng))
-        return reply if self.rendering == "compact" else f"#### {reply}"
+        return mark_answer(reply, is_compact=self.is_compact)
 
     def _draw(self, seed: int) -> Secret:
         return random.Random(seed).choice(self.drawn)
@@ -169,6 +169,7 @@ class GuessingGame(Env):
         gain = math.log(len(before) / len(self.candidates)) / math.log(len(self.secrets))
         if self.answers == "seat" and truth != "right":
             self.pending_question = asked
+            self._acting = "answerer"
         else:
             self.history = (*self.history, AnsweredQuestion(asked, truth))
         return self._step({self.asker: gain}, {self.asker: False})
@@ -179,37 +180,44 @@ class GuessingGame(Env):
         truth = self.true_answer(self.secret, asked)
         readable = reply in self.valid_answers()
         lied = readable and reply != truth
-        self.history = (*self.history, AnsweredQuestion(asked, reply if lied and not self.corrected else truth))
+        shown = truth
+        if lied and not self.corrected:
+            shown = reply
+        self.history = (*self.history, AnsweredQuestion(asked, shown))
         self.pending_question = None
-        cost = -INVALID_PENALTY if not readable else -LIE_PENALTY if lied else 0.0
-        return self._step({"answerer": cost}, {"answerer": not readable}, {"lie": lied})
+        self._acting = self.asker
+        reward = 0.0
+        if lied:
+            reward = -LIE_PENALTY
+        elif not readable:
+            reward = -INVALID_PENALTY
+        return self._step({"answerer": reward}, {"answerer": not readable}, {"lie": lied})
 
     # ---- observations
 
     def _step(self, rewards: dict[Seat, float], invalid: dict[Seat, bool], more: Mapping[str, Any] = {}) -> Step:
         success = bool(self.history) and self.true_answer(self.secret, self.history[-1].question) == "right"
-        self._over = success or (self._count == self.questions and self.pending_question is None)
+        is_over = success or (self._count == self.questions and self.pending_question is None)
         info: dict[str, Any] = {"success": success, "asked": self._count, "invalid": invalid, **more}
         if self.reward == "outcome":
             rewards = dict.fromkeys(rewards, 0.0)
         else:
-            names = {s: "information" if s == self.asker else "truth" for s in rewards}
+            names = {self.asker: "information", "answerer": "truth"}
             info |= terms_info({s: form_or(names[s], reward, is_invalid=invalid[s]) for s, reward in rewards.items()})
-        if self._over:
+        if is_over:
+            self._acting = None
             return Step({}, rewards, FOUND_REWARD * success, truncated=not success, info=info)
-        seat = self.asker if self.pending_question is None else "answerer"
-        return Step({seat: self._observation(seat)}, rewards, info=info)
+        assert self._acting is not None
+        return Step({self._acting: self._observation(self._acting)}, rewards, info=info)
 
     def _observation(self, seat: Seat) -> str:
         left = self.questions - self._count
-        if self.rendering == "compact":
+        if self.is_compact:
             heard = " ".join(f"{self.format_question(asked)} {answer}" for asked, answer in self.history)
-            texts = [
-                self.compact_context(seat),
-                heard,
-                f"asked {self.format_question(self.pending_question)}" if self.pending_question is not None else "",
-            ]
-            return " ".join(text for text in [*texts, f"left {left}"] if text)
+            texts = [self.compact_context(seat), heard]
+            if self.pending_question is not None:
+                texts.append(f"asked {self.format_question(self.pending_question)}")
+            return " ".join(filter(None, [*texts, f"left {left}"]))
         heard = "".join(f"\n{self.quote_question(asked)} {answer}" for asked, answer in self.history)
         lines = [self.full_context(seat), f"Asked and answered so far:{heard or ' nothing'}"]
         if self.pending_question is not None:
@@ -249,19 +257,27 @@ class GuessNumber(GuessingGame):
 
     def parse_question(self, answer: Any) -> int | None:
         words = answer_words(answer)
-        digits = words[0].removeprefix("-").removesuffix(".") if len(words) == 1 else ""
+        if len(words) != 1:
+            return None
+        digits = words[0].removeprefix("-").removesuffix(".")
         if not (digits.isascii() and digits.isdecimal() and len(digits) < 20):
             return None
-        number = -int(digits) if words[0].startswith("-") else int(digits)
-        return number if self.low <= number <= self.high else None
+        number = int(words[0].removesuffix("."))
+        if not self.low <= number <= self.high:
+            return None
+        return number
 
     def true_answer(self, secret: Secret, asked: Any) -> str:
-        return "right" if secret == asked else "higher" if secret > asked else "lower"
+        if secret == asked:
+            return "right"
+        return "higher" if secret > asked else "lower"
 
     def best_question(self, possible: Sequence[Secret], rng: random.Random) -> int:
         """Returns the median; of two, one at random."""
         middle = (len(possible) - 1) // 2
-        return int(possible[middle + rng.randrange(2) if len(possible) % 2 == 0 else middle])
+        if len(possible) % 2 == 0:
+            middle += rng.randrange(2)
+        return int(possible[middle])
 
     def format_question(self, asked: Any) -> str:
         return str(asked)
@@ -270,10 +286,14 @@ class GuessNumber(GuessingGame):
         return "higher", "lower"
 
     def compact_context(self, seat: Seat) -> str:
-        return f"secret {self.secret}" if seat == "answerer" else f"range {self.low} {self.high}"
+        if seat == "answerer":
+            return f"secret {self.secret}"
+        return f"range {self.low} {self.high}"
 
     def full_context(self, seat: Seat) -> str:
-        return f"The secret number is {self.secret}." if seat == "answerer" else ""
+        if seat == "answerer":
+            return f"The secret number is {self.secret}."
+        return ""
 
     def quote_question(self, asked: Any) -> str:
         return f"{asked}:"

@@ -98,11 +98,13 @@ class TwentyQuestions(GuessingGame):
         words = _plain(answer)
         if words in self._questions:
             return AttributeQuestion(self._questions[words], is_guess=False)
-        word = words[-1] if words else ""
+        word = next(reversed(words), "")
         if word in self.table.attributes and words[:-1] in ((), ("ask",)):
             return AttributeQuestion(word, is_guess=False)
         before = ((), ("is",), ("is", "it"), ("is", "it", "a"), ("is", "it", "an"), ("is", "it", "the"))
-        return AttributeQuestion(word, is_guess=True) if word in self.secrets and words[:-1] in before else None
+        if word in self.secrets and words[:-1] in before:
+            return AttributeQuestion(word, is_guess=True)
+        return None
 
     def true_answer(self, secret: Secret, asked: AttributeQuestion) -> str:
         if asked.is_guess:
@@ -134,7 +136,9 @@ class TwentyQuestions(GuessingGame):
         return "yes", "no"
 
     def compact_context(self, seat: Seat) -> str:
-        return f"secret {self.secret} has {' '.join(self._true()) or 'none'}" if seat == "answerer" else ""
+        if seat == self.asker:
+            return ""
+        return f"secret {self.secret} has {' '.join(self._true()) or 'none'}"
 
     def full_context(self, seat: Seat) -> str:
         if seat == self.asker:

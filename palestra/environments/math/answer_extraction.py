@@ -47,7 +47,9 @@ def multiline_answer(text: str, *, allow_unmarked: bool = False) -> str | None:
     answer.
     """
     _, marked, tail = text.rpartition("####")
-    return tail.strip() or None if marked or allow_unmarked else boxed_content(text)
+    if marked or allow_unmarked:
+        return tail.strip() or None
+    return boxed_content(text)
 
 
 def boxed_content(text: str) -> str | None:
@@ -86,12 +88,16 @@ def parse_relation(text: str) -> tuple[str, str, PlainNumber] | None:
     match = _RELATION.fullmatch(normalize_latex(strip_markup(text)))
     if not match:
         return None
-    letter, order, rest = (match[1], match[2], match[3]) if match[1] else (match[6], match[5], match[4])
+    letter, order, rest = match.group(1, 2, 3)
+    if not letter:
+        rest, order, letter = match.group(4, 5, 6)
     bound = parse_number(rest)
     if bound is None or "=" in rest:
         return None
     order = _STRICT[order]
-    return letter, order if match[1] else _FLIPPED[order], bound
+    if not match[1]:
+        order = _FLIPPED[order]
+    return letter, order, bound
 
 
 def relations_equal(one: tuple[str, str, PlainNumber], other: tuple[str, str, PlainNumber]) -> bool:

@@ -37,7 +37,9 @@ def kinds_equal(answer: str, gold: str) -> bool | None:
         return _values_equal(answer, gold)
     said = outer_brackets(answer)
     wanted = "{}" if "\\pm" in gold else outer_brackets(gold)
-    return False if said and wanted and said != wanted else None
+    if said and wanted and said != wanted:
+        return False
+    return None
 
 
 def is_words(text: str) -> bool:
@@ -50,7 +52,9 @@ def is_words(text: str) -> bool:
 
 def outer_brackets(text: str) -> str | None:
     r"""Returns the brackets around an answer with a comma in it: "()", "[)", "{}"; None if it has none."""
-    tokens = final_form.tokenize_answer(_PREFIX.sub("", text, count=1) if _PREFIX.match(text) else text) or []
+    if prefix := _PREFIX.match(text):
+        text = text[prefix.end() :]
+    tokens = final_form.tokenize_answer(text) or []
     if not tokens or tokens[0] not in _PAIRS or "," not in tokens:
         return None
     depth = 0

@@ -43,8 +43,9 @@ def sum_problem(rng: random.Random, difficulty: int) -> Problem:
 
 def problem_from_tree(tree: ExpressionTree, question: str, short: str, key: str) -> Problem:
     """Returns the problem whose answer is the value of `tree`."""
-    source = to_python(tree)
-    program = source if divides_evenly(tree) else f"from fractions import Fraction\nprint({source})"
+    program = to_python(tree)
+    if not divides_evenly(tree):
+        program = f"from fractions import Fraction\nprint({program})"
     return Problem(question, str(evaluate_tree(tree)), short, program, key, needs_computation=True)
 
 

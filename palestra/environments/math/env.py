@@ -101,7 +101,9 @@ class Math(Env):
 
     async def step(self, actions: dict[Seat, Any]) -> Step:
         if self._over or actions.keys() != set(self.seats):
-            why = "the game is over: call reset(seed) before step" if self._over else f"all of {self.seats} act at once"
+            why = f"all of {self.seats} act at once"
+            if self._over:
+                why = "the game is over: call reset(seed) before step"
             raise ValueError(f"the actions are for {sorted(actions)}, but {why}")
         replies = await asyncio.gather(*(self._reply(seat, str(actions[seat])) for seat in self.seats))
         turn = dict(zip(self.seats, replies, strict=True))
@@ -125,9 +127,10 @@ class Math(Env):
             program = problem.solution_program
             if self.is_compact:
                 return program
-            source = program if program.startswith(("print(", "from ")) else f"print({program})"
+            if not program.startswith(("print(", "from ")):
+                program = f"print({program})"
             begun = rng.choice(("This program prints the answer:", "It can be worked out:"))
-            return f"{begun}\n```python\n{source}\n```"
+            return f"{begun}\n```python\n{program}\n```"
         if self.is_compact:
             return problem.answer
         return f"{rng.choice(('So the answer is:', 'That makes:', 'Worked out:'))}\n#### {problem.answer}"
@@ -136,7 +139,9 @@ class Math(Env):
         """Returns the sentence about the form of answers in the role prompts."""
         if self.source.is_generated:
             return EXACT_NUMBER_FORMAT
-        return "" if self.source.reasoning is not None else NUMBER_FORMAT
+        if self.source.reasoning is not None:
+            return ""
+        return NUMBER_FORMAT
 
     # ---- one answer
 
@@ -149,7 +154,9 @@ class Math(Env):
     async def _ran(self, program: str) -> Reply:
         assert self.sandbox
         printed = await run_program(program, self.sandbox, self.tool_seconds)
-        answer = None if printed.error else self._find_answer(printed.text, bare=True, last=True)
+        answer = None
+        if not printed.error:
+            answer = self._find_answer(printed.text, bare=True, last=True)
         return Reply(program, answer, await self._grade_answer(answer), printed.error)
 
     def _find_answer(self, text: str, *, bare: bool, last: bool = False) -> str | None:
@@ -159,13 +166,11 @@ class Math(Env):
         """
         if self.problem.reasoning_entry:
             return multiline_answer(text, allow_unmarked=bare)
-        answer = final_answer(text.strip().rpartition("\n")[2] if last else text, allow_unmarked=bare)
-        if (
-            answer
-            and self.is_compact
-            and self.problem.needs_computation
-            and not (parse_number(answer) or parse_relation(answer))
-        ):
+        if last:
+            text = text.strip().rpartition("\n")[2]
+        answer = final_answer(text, allow_unmarked=bare)
+        needs_number = self.is_compact and self.problem.needs_computation
+        if answer and needs_number and not (parse_number(answer) or parse_relation(answer)):
             return None
         return answer
 
@@ -177,23 +182,31 @@ class Math(Env):
 
     async def _answers_agree(self, turn: MathTurn) -> bool:
         """True if both seats' answers agree, or a lone seat's last two. The correct answer is not used."""
-        if len(self.seats) == 1 and not self.history:
+        if len(self.seats) > 1:
+            other = turn["tool"]
+        elif self.history:
+            other = self.history[-1]["reasoner"]
+        else:
             return False
-        pair = (turn["reasoner"], turn["tool"] if len(self.seats) > 1 else self.history[-1]["reasoner"])
-        mine, other = (reply.answer if reply.verdict.is_graded else None for reply in pair)
-        if mine is None or other is None:
+        own = turn["reasoner"]
+        if not (own.verdict.is_graded and other.verdict.is_graded):
+            return False
+        if own.answer is None or other.answer is None:
             return False
         if self.problem.reasoning_entry:
-            return (grade_directly(mine, other) or INCORRECT).is_correct
-        return (await grade_answer(mine, other, cpu_limit_s=self.judge_seconds)).is_correct
+            return (grade_directly(own.answer, other.answer) or INCORRECT).is_correct
+        grade = await grade_answer(own.answer, other.answer, cpu_limit_s=self.judge_seconds)
+        return grade.is_correct
 
     # ---- rewards and observations
 
     def _dense_terms(self, seat: Seat, turn: MathTurn) -> Terms:
         if self.reward == "outcome":
             return {}
-        before = _local_terms(seat, self.history[-1][seat]) if self.history else {}
-        return terms_gained(_local_terms(seat, turn[seat]), before)
+        terms = _local_terms(seat, turn[seat])
+        if not self.history:
+            return terms
+        return terms_gained(terms, _local_terms(seat, self.history[-1][seat]))
 
     def _info(self, turn: MathTurn) -> dict[str, Any]:
         reasons = {seat: _why_invalid(reply) for seat, reply in turn.items()}
@@ -216,7 +229,11 @@ class Math(Env):
 
 def _why_invalid(reply: Reply) -> str:
     """Returns why a reply is invalid; "" if it is valid."""
-    return reply.error or ("" if reply.verdict.is_readable else "no answer could be read in it")
+    if reply.error:
+        return reply.error
+    if not reply.verdict.is_readable:
+        return "no answer could be read in it"
+    return ""
 
 
 def _local_terms(seat: Seat, reply: Reply) -> dict[str, float]:
@@ -225,7 +242,7 @@ def _local_terms(seat: Seat, reply: Reply) -> dict[str, float]:
     cost = UNREADABLE_PENALTY * unreadable
     if seat == "tool":
         cost = NO_RUN_PENALTY * (reply.error is not None) + UNREADABLE_OUTPUT_PENALTY * unreadable
-    return {FORM_TERM: -cost if cost else 0.0, "correct": CORRECT_REWARD * reply.verdict.score}
+    return {FORM_TERM: 0.0 - cost, "correct": CORRECT_REWARD * reply.verdict.score}
 
 
 # ---- prompts and observations: full ones for language models, compact ones for tiny models
@@ -287,29 +304,33 @@ def format_observation(problem: Problem, seat: Seat, turns: Sequence[MathTurn], 
     for number, turn in enumerate(turns, start=1):
         texts.append("\n".join([f"Turn {number}", *(_quote_reply(who, turn[who], who == seat) for who in turn)]))
     if max_turns > 1:
-        texts.append(
-            f"This is turn {len(turns) + 1} of {max_turns}.{' Check, and correct what is wrong.' if turns else ''}"
-        )
+        texts.append(f"This is turn {len(turns) + 1} of {max_turns}.")
+        if turns:
+            texts[-1] += " Check, and correct what is wrong."
     return "\n\n".join(texts)
 
 
 def _compact(turn: MathTurn, seat: Seat) -> str:
     """Returns one turn in compact form, the seat's own answer last: "tool 26 you 24"."""
-    ordered = sorted(turn, key=lambda who: who == seat)
-    return " ".join(f"{'you' if who == seat else who} {_brief(turn[who])}" for who in ordered)
+    others = [f"{who} {_brief(reply)}" for who, reply in turn.items() if who != seat]
+    return " ".join([*others, f"you {_brief(turn[seat])}"])
 
 
 def _brief(reply: Reply) -> str:
     if reply.error:
         return "error"
-    return " ".join(reply.answer.split())[:MAX_COMPACT_QUOTE_CHARS] if reply.answer else "none"
+    if not reply.answer:
+        return "none"
+    return " ".join(reply.answer.split())[:MAX_COMPACT_QUOTE_CHARS]
 
 
 def _quote_reply(who: Seat, reply: Reply, is_own: bool) -> str:
     if who == "tool":
-        came = f"It failed: {reply.error}" if reply.error else f"It printed: {reply.answer or 'no answer'}"
+        outcome = f"It printed: {reply.answer or 'no answer'}"
+        if reply.error:
+            outcome = f"It failed: {reply.error}"
         whose = "Your" if is_own else "The tool user's"
-        return f"{whose} program:\n```python\n{reply.text[-MAX_QUOTE_CHARS:]}\n```\n{came}"
+        return f"{whose} program:\n```python\n{reply.text[-MAX_QUOTE_CHARS:]}\n```\n{outcome}"
     answer = reply.answer or "none was found: end with #### and the answer"
     return f"{'You' if is_own else 'The reasoner'} said:\n{reply.text[-MAX_QUOTE_CHARS:]}\nAnswer: {answer}"
 
@@ -318,6 +339,13 @@ def _quote_reply(who: Seat, reply: Reply, is_own: bool) -> str:
 
 
 MAX_PROGRAM_CHARS = 20_000  # maximum characters of a program
+LIMIT_MESSAGES = {
+    "signal": "it was killed",
+    "wall": "it ran out of time",
+    "cpu": "it ran out of time",
+    "memory": "it ran out of memory",
+    "output": "it printed too much",
+}
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PLAIN = re.compile(r"[0-9+\-*/%(). ]{1,200}")
 
@@ -346,8 +374,8 @@ class ProgramOutput:
 
 def extract_program(text: str) -> str:
     """Returns the last fenced Python block of a text, or the whole text without one."""
-    blocks = _FENCED.findall(text)
-    return str(blocks[-1] if blocks else text).strip()
+    blocks = _FENCED.findall(text) or [text]
+    return str(blocks[-1]).strip()
 
 
 async def run_program(source: str, sandbox: Sandbox, seconds: float) -> ProgramOutput:
@@ -374,22 +402,18 @@ def arithmetic_output(source: str) -> ProgramOutput | None:
     except ZeroDivisionError as error:
         return ProgramOutput("", f"ZeroDivisionError: {error}")
     except SyntaxError as error:
-        return (
-            ProgramOutput("", f"SyntaxError: {error.msg}") if inner is text else None
-        )  # "print(1)(2)" fails differently
+        if inner is not text:  # "print(1)(2)" fails differently
+            return None
+        return ProgramOutput("", f"SyntaxError: {error.msg}")
     except ValueError:
         return None
 
 
 def _error(outcome: RunResult) -> str | None:
-    if outcome.ended == "exit":
-        if outcome.code:
-            return (outcome.stderr.strip().splitlines() or [f"exit status {outcome.code}"])[-1][:200]
-        return None if outcome.stdout.strip() else "nothing was printed"
-    return {
-        "signal": "it was killed",
-        "wall": "it ran out of time",
-        "cpu": "it ran out of time",
-        "memory": "it ran out of memory",
-        "output": "it printed too much",
-    }[outcome.ended]
+    if outcome.ended != "exit":
+        return LIMIT_MESSAGES[outcome.ended]
+    if outcome.code:
+        return (outcome.stderr.strip().splitlines() or [f"exit status {outcome.code}"])[-1][:200]
+    if not outcome.stdout.strip():
+        return "nothing was printed"
+    return None

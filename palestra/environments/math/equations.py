@@ -25,8 +25,10 @@ def equation_problem(rng: random.Random, difficulty: int) -> Problem:
     letter = rng.choice(LETTERS)
     if difficulty == 5:
         return _fractions(rng, letter)
-    left, right = _sides(rng, difficulty, whole=difficulty < 4)
-    sides = [left, right] if rng.random() < 0.7 else [right, left]
+    left, right = _sides(rng, difficulty)
+    sides = [left, right]
+    if rng.random() >= 0.7:
+        sides.reverse()
     text = " = ".join(_write_side(side, letter) for side in sides)
     key = " = ".join(sorted(_write_side(side, "x") for side in sides))
     return _build_problem(text, letter, _line(left), _line(right), f"equation {key}")
@@ -42,13 +44,15 @@ def inequality_problem(rng: random.Random, difficulty: int) -> Problem:
     sign = rng.choice(tuple(FLIPPED_SIGNS))
     if difficulty == 5:
         return _between(rng, letter)
-    left, right = _sides(rng, difficulty, whole=difficulty < 4)
+    left, right = _sides(rng, difficulty)
     text = f"{_write_side(left, letter)} {sign} {_write_side(right, letter)}"
     key = f"{_write_side(left, 'x')} {sign} {_write_side(right, 'x')}"
     if sign in (">", ">="):  # normalised to < and <=, so that mirrored inequalities share a key
         key = f"{_write_side(right, 'x')} {FLIPPED_SIGNS[sign]} {_write_side(left, 'x')}"
     (a, c), (d, f) = _line(left), _line(right)
-    order = sign if a > d else FLIPPED_SIGNS[sign]
+    order = sign
+    if a <= d:
+        order = FLIPPED_SIGNS[sign]
     program = f'f"{letter} {order} {{{_quotient(f, c, a, d)}}}"'
     if _bound((a, c), (d, f)).denominator > 1:
         program = f"from fractions import Fraction\nprint({program})"
@@ -59,24 +63,26 @@ def inequality_problem(rng: random.Random, difficulty: int) -> Problem:
     return Problem(question, answer, text, program, f"inequality {key}", needs_computation=True)
 
 
-def _sides(rng: random.Random, difficulty: int, *, whole: bool) -> tuple[EquationSide, EquationSide]:
-    """Draws two sides with exactly one solution: an integer, or a fraction with a small denominator."""
+def _sides(rng: random.Random, difficulty: int) -> tuple[EquationSide, EquationSide]:
+    """Draws two sides with one solution: an integer, at 4 also a fraction, its denominator small."""
+    max_denominator = {4: MAX_DENOMINATOR}.get(difficulty, 1)
     while True:
         left, right = _draw_sides(rng, difficulty)
-        if _line(left)[0] != _line(right)[0]:
-            bound = _bound(_line(left), _line(right))
-            if bound.denominator == 1 if whole else bound.denominator <= MAX_DENOMINATOR:
-                return left, right
+        if _line(left)[0] == _line(right)[0]:
+            continue
+        if _bound(_line(left), _line(right)).denominator <= max_denominator:
+            return left, right
 
 
 def _draw_sides(rng: random.Random, difficulty: int) -> tuple[EquationSide, EquationSide]:
     """Draws two sides. Up to difficulty 3 the right side's constant is chosen so that the solution is an integer; at 4
     the solution is arbitrary.
     """
-    x = rng.randint(1, 40) if difficulty == 1 else rng.randint(-15, 15)
     if difficulty == 1:
+        x = rng.randint(1, 40)
         left: EquationSide = rng.choice(((1, 0, _number(rng, 50)), (rng.randint(2, 12), 0, 0)))
         return left, (0, 0, left[0] * x + left[2])
+    x = rng.randint(-15, 15)
     if difficulty == 2:
         left = (_factor(rng, 12), 0, _number(rng, 50))
         return left, (0, 0, left[0] * x + left[2])
@@ -111,13 +117,23 @@ def _bound(left: LinearForm, right: LinearForm) -> Fraction:
 
 def _quotient(f: int, c: int, a: int, d: int) -> str:
     """Returns a Python expression for (f - c) / (a - d), exact."""
-    over = f"{f}{-c:+d}" if c else str(f)
-    under = f"{a}{-d:+d}" if d else str(a)
+    over = _difference(f, c)
+    under = _difference(a, d)
     if (f - c) % (a - d):
         return f"Fraction({over},{under})"
     if a - d == 1:
         return over
-    return f"{f'({over})' if c else over}//{f'({under})' if d else under}"
+    if c:
+        over = f"({over})"
+    if d:
+        under = f"({under})"
+    return f"{over}//{under}"
+
+
+def _difference(one: int, other: int) -> str:
+    if other == 0:
+        return str(one)
+    return f"{one}{-other:+d}"
 
 
 def _build_problem(text: str, letter: str, left: LinearForm, right: LinearForm, key: str) -> Problem:
@@ -133,11 +149,16 @@ def _write_side(side: EquationSide, letter: str) -> str:
     if a == 0:
         return str(c)
     factor = {1: "", -1: "-"}.get(a, str(a))
-    return f"{factor}({letter}{_write_addend(b)}){_write_addend(c)}" if b else f"{factor}{letter}{_write_addend(c)}"
+    if b:
+        letter = f"({letter}{_write_addend(b)})"
+    return f"{factor}{letter}{_write_addend(c)}"
 
 
 def _write_addend(number: int) -> str:
-    return f" {'+' if number > 0 else '-'} {abs(number)}" if number else ""
+    if number == 0:
+        return ""
+    sign = "+" if number > 0 else "-"
+    return f" {sign} {abs(number)}"
 
 
 def _fractions(rng: random.Random, letter: str) -> Problem:

@@ -14,6 +14,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
@@ -58,7 +59,9 @@ def score_binary_matrix(answer: str, entry: ReasoningEntry) -> AnswerGrade:
 def score_n_queens(answer: str, entry: ReasoningEntry) -> AnswerGrade:
     """Scores n_queens: any of its solutions scores 1; a list of the rows of one, 0.5."""
     solutions = set(entry["metadata"]["valid_answers"])
-    return AnswerGrade(1.0) if answer in solutions else _as_list(answer, _rows, solutions, 0.5)
+    if answer in solutions:
+        return AnswerGrade(1.0)
+    return _as_list(answer, _rows, solutions, 0.5)
 
 
 def score_countdown(answer: str, entry: ReasoningEntry) -> AnswerGrade:
@@ -75,14 +78,15 @@ def score_puzzle24(answer: str, entry: ReasoningEntry) -> AnswerGrade:
 
 def _compare_formula(answer: str, numbers: list[int], target: int, worth: float) -> AnswerGrade:
     """Returns 1 for a formula of exactly these numbers that equals `target`, `worth` for any other formula."""
-    try:
-        value = safe_eval(" ".join(answer.split()), _EXACT, {}) if FORMULA.fullmatch(answer) else None
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-        value = None
-    if value is None:
+    if not FORMULA.fullmatch(answer):
         return UNREADABLE
-    is_right = value == target and Counter(map(int, re.findall("[0-9]+", answer))) == Counter(numbers)
-    return AnswerGrade(1.0 if is_right else worth)
+    try:
+        value = safe_eval(" ".join(answer.split()), _EXACT, {})
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return UNREADABLE
+    if value == target and Counter(map(int, re.findall("[0-9]+", answer))) == Counter(numbers):
+        return AnswerGrade(1.0)
+    return AnswerGrade(worth)
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
@@ -123,11 +127,11 @@ def refusal_reason(task: str, dataset: type) -> str | None:
 
 
 def _as_list(answer: str, text: Callable[[Any], str], wanted: set[str], worth: float) -> AnswerGrade:
-    try:
+    with suppress(SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         value = ast.literal_eval(answer.strip())
-        return AnswerGrade(worth) if isinstance(value, list | tuple) and text(value) in wanted else INCORRECT
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):  # no list, or one of other types
-        return INCORRECT
+        if isinstance(value, list | tuple) and text(value) in wanted:
+            return AnswerGrade(worth)
+    return INCORRECT
 
 
 def _rows(value: Any) -> str:
@@ -145,6 +149,8 @@ def _called_function(node: ast.AST) -> str:
     """Returns the name of the function that a node calls ("parse_expr" for `sympy.parse_expr(text)`), else ""."""
     if not isinstance(node, ast.Call):
         return ""
-    if isinstance(node.func, ast.Attribute):
-        return node.func.attr if node.func.attr != "compile" else ""  # `re.compile` evaluates nothing
-    return node.func.id if isinstance(node.func, ast.Name) else ""
+    if isinstance(node.func, ast.Attribute) and node.func.attr != "compile":  # re.compile is safe
+        return node.func.attr
+    if isinstance(node.func, ast.Name):
+        return node.func.id
+    return ""

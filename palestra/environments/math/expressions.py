@@ -94,14 +94,17 @@ def _terms(tree: ExpressionTree, sign: str) -> list[str]:
     """Returns the signed terms of a flattened sum: +5, -3 and +2 for 5 - (3 - 2)."""
     if isinstance(tree, int) or tree[0] not in "+-":
         return [f"{sign}{canonical_form(tree)}"]
-    other = sign if tree[0] == "+" else {"+": "-", "-": "+"}[sign]
+    other = sign
+    if tree[0] == "-":
+        other = {"+": "-", "-": "+"}[sign]
     return [*_terms(tree[1], sign), *_terms(tree[2], other)]
 
 
 def _infix(tree: ExpressionTree, signs: Mapping[str, str], leaf: str = "{}") -> str:
     if isinstance(tree, int):
-        text = leaf.format(tree)
-        return f"({text})" if tree < 0 and leaf == "{}" else text
+        if tree < 0 and leaf == "{}":
+            return f"({tree})"
+        return leaf.format(tree)
     sign, left, right = tree
     before = _infix(left, signs, leaf)
     after = _infix(right, signs, leaf if sign != "^" else "{}")

@@ -63,11 +63,14 @@ def _definitions(rng: random.Random, steps: int) -> Problem:
     for step, name in enumerate(VARIABLE_NAMES[1 : steps + 1]):
         factor = rng.randint(2, 5)
         sign = rng.choice("+-")
-        earlier = rng.randrange(step) if step and rng.random() < 0.6 else None
-        other: ExpressionTree = rng.randint(1, 9) if earlier is None else trees[earlier]
-        lines.append(
-            f"{name} = {factor} * {VARIABLE_NAMES[step]} {sign} {other if earlier is None else VARIABLE_NAMES[earlier]}"
-        )
+        if step and rng.random() < 0.6:
+            earlier = rng.randrange(step)
+            other = trees[earlier]
+            term = VARIABLE_NAMES[earlier]
+        else:
+            other = rng.randint(1, 9)
+            term = str(other)
+        lines.append(f"{name} = {factor} * {VARIABLE_NAMES[step]} {sign} {term}")
         trees.append((sign, ("*", factor, trees[-1]), other))
     facts = ", ".join(lines)
     last = VARIABLE_NAMES[steps]
@@ -79,10 +82,11 @@ def _recurrence(rng: random.Random, steps: int) -> Problem:
     first = rng.randint(1, 20)
     factor = rng.randint(2, 4)
     added = rng.choice((-1, 1)) * rng.randint(1, 20)
+    sign = "+" if added > 0 else "-"
+    more = {"+": "plus", "-": "minus"}[sign]
     tree: ExpressionTree = first
     for _ in range(steps):
-        tree = ("+" if added > 0 else "-", ("*", factor, tree), abs(added))
-    more = "plus" if added > 0 else "minus"
+        tree = (sign, ("*", factor, tree), abs(added))
     question = (
         f"The first term of a sequence is {first}. Each further term is {factor} times the one before it, "
         f"{more} {abs(added)}. What is term number {steps + 1}?"

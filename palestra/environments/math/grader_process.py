@@ -192,7 +192,9 @@ def child_outcome(status: int, report: bytes) -> tuple[GraderOutcome, float]:
         return "crashed", 0.0
     if score is None:
         return "unreadable", 0.0
-    return ("scored", score) if isinstance(score, float) and 0 <= score <= 1 else ("crashed", 0.0)
+    if isinstance(score, float) and 0 <= score <= 1:
+        return "scored", score
+    return "crashed", 0.0
 
 
 def run_child(

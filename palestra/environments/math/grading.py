@@ -47,18 +47,18 @@ async def grade_answer(answer: str | None, gold: str, *, question: str = "", cpu
     `final_form`; `question` is the text from which no answer may be copied. A `gold` that is not readable matches only
     the same text. Raises ValueError if `math-verify` is needed and not installed.
     """
-    verdict = grade_directly(answer, gold, question=question)
-    if verdict is None:
-        request = {
-            "answer": _readable(answer or ""),
-            "gold": _readable(gold),
-            "asks_for_form": final_form.asks_for_form(question),
-            "given": final_form.stated_expressions(question),
-        }
-        verdict = (
-            grade_from_result(await grader_client.grade("math", request, cpu_limit_s)) if request["gold"] else INCORRECT
-        )
-    return verdict
+    grade = grade_directly(answer, gold, question=question)
+    if grade is not None:
+        return grade
+    request = {
+        "answer": _readable(answer or ""),
+        "gold": _readable(gold),
+        "asks_for_form": final_form.asks_for_form(question),
+        "given": final_form.stated_expressions(question),
+    }
+    if not request["gold"]:
+        return INCORRECT
+    return grade_from_result(await grader_client.grade("math", request, cpu_limit_s))
 
 
 def grade_directly(answer: str | None, gold: str, *, question: str = "") -> AnswerGrade | None:
@@ -73,20 +73,24 @@ def grade_directly(answer: str | None, gold: str, *, question: str = "") -> Answ
             return UNREADABLE
         asks_percent = not question or bool(re.search(r"%|per\s?cent", question, re.IGNORECASE))
         is_equal = numbers_equal(number, wanted, asks_percent=asks_percent)
-        return CORRECT if number.is_lowest_terms and is_equal else INCORRECT
+        return AnswerGrade(float(number.is_lowest_terms and is_equal))
     if (said_relation := parse_relation(answer)) and (wanted_relation := parse_relation(gold)):
         is_lowest = said_relation[2].is_lowest_terms
-        return CORRECT if is_lowest and relations_equal(said_relation, wanted_relation) else INCORRECT
+        return AnswerGrade(float(is_lowest and relations_equal(said_relation, wanted_relation)))
     if (is_same := kinds_equal(strip_markup(answer), strip_markup(gold))) is not None:
-        return CORRECT if is_same else INCORRECT
+        return AnswerGrade(float(is_same))
     tokens = final_form.tokenize_answer(strip_markup(answer))
-    return None if tokens and _is_final(tokens, gold, question) else UNREADABLE
+    if not tokens or not _is_final(tokens, gold, question):
+        return UNREADABLE
+    return None
 
 
 def _is_final(tokens: list[str], gold: str, question: str) -> bool:
     """True if an answer leaves nothing to compute that the right answer has computed."""
     wanted = final_form.tokenize_answer(strip_markup(gold)) or []
-    allowed = final_form.operator_families(wanted) | ({"exponential"} if "e^" in "".join(wanted) else set())
+    allowed = final_form.operator_families(wanted)
+    if "e^" in "".join(wanted):
+        allowed |= {"exponential"}
     if not final_form.operator_families(tokens) <= allowed or final_form.is_calculation_of_matrices(tokens, wanted):
         return False
     if final_form.count_open_fractions("".join(tokens)) > final_form.count_open_fractions("".join(wanted)):

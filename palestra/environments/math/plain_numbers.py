@@ -94,7 +94,9 @@ def parse_unit(text: str) -> Unit | None:
             kinds[last[0]] = kinds.get(last[0], 0) + sign * power
             size *= last[1] ** (sign * power)
             power = 1
-    return Unit(tuple(sorted(kinds.items())), size) if kinds else None
+    if not kinds:
+        return None
+    return Unit(tuple(sorted(kinds.items())), size)
 
 
 def measure_the_same(one: Unit, other: Unit) -> bool:
@@ -198,7 +200,9 @@ def parse_plain_number(text: str) -> PlainNumber | None:
     if not match or not _is_unit(match["unit"]) or _is_product(match):
         return None
     number = _read(match)
-    return None if number is None else replace(number, unit=_unit(match), name=match["name"] or "")
+    if number is None:
+        return None
+    return replace(number, unit=_unit(match), name=match["name"] or "")
 
 
 def join_mixed_numbers(text: str) -> str:
@@ -238,16 +242,18 @@ def within_tolerance(one: Fraction, other: Fraction) -> bool:
 
 def _unit(match: re.Match[str]) -> Unit | None:
     """Returns the unit of a plain number, from its currency sign, degree sign or the words behind it."""
-    words = CURRENCIES.get(match["currency"] or "", "") or match["unit"]
-    is_angle = match["degree"] and not _WORD.search(match["unit"])
-    return parse_unit("degree" if is_angle else words)
+    if match["degree"] and not _WORD.search(match["unit"]):
+        return parse_unit("degree")
+    return parse_unit(CURRENCIES.get(match["currency"] or "", "") or match["unit"])
 
 
 def _improper(match: re.Match[str]) -> str:
     whole = int(match[1])
     over = int(match[2])
     under = int(match[3])
-    return f"\\frac{{{whole * under + over}}}{{{under}}}" if 0 < over < under else match[0]
+    if not 0 < over < under:
+        return match[0]
+    return f"\\frac{{{whole * under + over}}}{{{under}}}"
 
 
 def _spell_fraction(match: re.Match[str]) -> str:
@@ -292,14 +298,17 @@ def _read(match: re.Match[str]) -> PlainNumber | None:
     under = int(match["under"] or match["bottom"])
     if under == 0:
         return None
-    sign *= -1 if match["inner"] else 1
+    if match["inner"]:
+        sign = -sign
     return PlainNumber(sign * Fraction(over, under), False, math.gcd(over, under) == 1 < under, percent)
 
 
 def _power(text: str | None) -> int:
     r"""Returns the exponent in `\times 10^{-3}` or `e-3`; 0 if there is none."""
     match = re.search(r"([+-]?\d+)\s*\}?$", text or "")
-    return int(match[1]) if match else 0
+    if match is None:
+        return 0
+    return int(match[1])
 
 
 def _repeating(start: str, fixed: str, again: str) -> Fraction:

@@ -42,7 +42,9 @@ def _of_split(
     path: Path, question: str | None, answer: str | None, changed: int, split: Split | Literal["all"]
 ) -> tuple[Problem, ...]:
     problems = _read(path, question, answer, changed)
-    chosen = problems if split == "all" else tuple(one for one in problems if split_of_text(one.split_key) == split)
+    if split == "all":
+        return problems
+    chosen = tuple(one for one in problems if split_of_text(one.split_key) == split)
     if not chosen:
         raise ValueError(
             f'none of the {len(problems)} problems in {path} is of split "{split}": '
@@ -128,7 +130,9 @@ class ProblemSource:
         of reasoning-gym's; else the seed."""
         if self.reasoning is not None:
             return self.problem(seed).reasoning_entry or seed
-        return seed if self.path is None else seed % len(load_problems(self.path, self.columns, self.split))
+        if self.path is None:
+            return seed
+        return seed % len(load_problems(self.path, self.columns, self.split))
 
     def problem(self, seed: int) -> Problem:
         if self.path is not None:
@@ -157,5 +161,8 @@ class ProblemSource:
 
     @property
     def _levels(self) -> tuple[int, ...]:
-        level = 3 if self.difficulty is None else self.difficulty
-        return (level,) if isinstance(level, int) else tuple(level)
+        if self.difficulty is None:
+            return (3,)
+        if isinstance(self.difficulty, int):
+            return (self.difficulty,)
+        return tuple(self.difficulty)

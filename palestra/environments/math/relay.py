@@ -101,7 +101,9 @@ class RelayStory:
         held_out = {is_held_out(key) for key in self.keys}
         if len(held_out) > 1:
             return None
-        splits: tuple[Split, Split] = ("dev", "test") if held_out.pop() else ("base", "train")
+        splits: tuple[Split, Split] = ("base", "train")
+        if held_out.pop():
+            splits = ("dev", "test")
         return splits[hash_share(f"relay {', '.join(self.keys)}") < 0.5]
 
 
@@ -168,8 +170,7 @@ class MathRelay(Env):
         return Step(self._observations(), info={"turn": 0, "success": False})
 
     def step(self, actions: dict[Seat, Any]) -> Step:
-        is_over = self._turn == len(self.turns)
-        seat = acting_seat(None if is_over else self.turns[self._turn], actions)
+        seat = acting_seat(next(iter(self.turns[self._turn :]), None), actions)
         is_last = self._turn == len(self.turns) - 1
         reply = str(actions[seat])
         if not is_last:  # the part that the next seat observes, in one line
@@ -184,7 +185,7 @@ class MathRelay(Env):
             terms = {seat: {"message": float(grade.is_correct)}}
         success = is_last and grade.is_correct
         last_replies = dict(zip(self.turns, self.replies, strict=False))  # not all turns have been taken
-        info = replies_info(last_replies, self.grades, success, right if is_last else None) | terms_info(terms)
+        info = replies_info(last_replies, self.grades, success, right, is_last=is_last) | terms_info(terms)
         return Step(self._observations(), total_rewards(terms), float(success), info=info | {"turn": self._turn})
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
@@ -211,15 +212,20 @@ class MathRelay(Env):
 
     def _question(self, turn: int, story: RelayStory, earlier: Sequence[str]) -> str:
         """Returns what is asked in a turn, after the `earlier` replies."""
-        if turn == 0:
-            return story.parts[0] if self.team == "relay" else story.text
-        if self.team == "relay":
+        is_relay = self.team == "relay"
+        if is_relay and turn == 0:
+            return story.parts[0]
+        if is_relay:
             return f"Your colleague says: {earlier[-1]}\n{story.parts[turn]}"
+        if turn == 0:
+            return story.text
         return f"{story.text}\nSo far: {', '.join(earlier)}"
 
     def _worked_reply(self, turn: int, story: RelayStory) -> str:
         """Returns the right reply of a turn: the calculation of its part and the result; for `single`, all of them."""
-        return ", ".join(story.calculations) if self.team == "single" else story.calculations[turn]
+        if self.team == "single":
+            return ", ".join(story.calculations)
+        return story.calculations[turn]
 
     def _example_turns(self, turn: int, stories: Sequence[RelayStory]) -> list[dict[str, str]]:
         """Returns stories with right messages and answers as turns of a conversation."""
@@ -301,7 +307,13 @@ def running_totals(numbers: Sequence[int], signs: str) -> list[int]:
 def _keys(numbers: Sequence[int], signs: str) -> tuple[str, ...]:
     """Returns the calculations as texts, the smaller number of a sum first."""
     calculations = zip(running_totals(numbers, signs), signs, numbers[1:], strict=False)  # the last total has no sign
-    return tuple(f"{min(a, b)} + {max(a, b)}" if sign == "+" else f"{a} - {b}" for a, sign, b in calculations)
+    keys = []
+    for a, sign, b in calculations:
+        numbers = [a, b]
+        if sign == "+":
+            numbers.sort()
+        keys.append(f" {sign} ".join(map(str, numbers)))
+    return tuple(keys)
 
 
 def is_held_out(key: str) -> bool:

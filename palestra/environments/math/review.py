@@ -85,12 +85,14 @@ class MathReview(Env):
         self.replies = self.replies | {seat: reply}
         self.grades = self.grades | {seat: grade_directly(last_number(reply), self.problem.answer) or UNREADABLE}
         left = self.seats[len(self.replies) :]
-        self._next = left[0] if left else None
+        self._next = next(iter(left), None)
         is_correct = self.grades[seat].is_correct
-        terms = {seat: {"correct": float(is_correct)}} if seat == "reasoner" and self.reward == "dense" else {}
+        terms = {}
+        if seat == "reasoner" and self.reward == "dense":
+            terms = {seat: {"correct": float(is_correct)}}
         success = not left and is_correct
-        gold = None if left else self.problem.answer
-        info = replies_info(self.replies, self.grades, success, gold) | terms_info(terms)
+        info = replies_info(self.replies, self.grades, success, self.problem.answer, is_last=not left)
+        info |= terms_info(terms)
         return Step(self._observations(), total_rewards(terms), float(success), info=info)
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
@@ -105,25 +107,23 @@ class MathReview(Env):
 
 
 def replies_info(
-    replies: Mapping[Seat, str], grades: Mapping[Seat, AnswerGrade], success: bool, gold: str | None
+    replies: Mapping[Seat, str], grades: Mapping[Seat, AnswerGrade], success: bool, gold: str, *, is_last: bool
 ) -> dict[str, Any]:
-    """Returns the info of a step: its turn, success, and by seat the answers and which replies have none; with `gold`,
-    the right answer of an episode that has ended, also that and the final answer."""
+    """Returns the info of a step: its turn, success, and by seat the answers and which replies have
+    none; of the last step also the final answer, and the right one, `gold`."""
     answers = {seat: last_number(reply) for seat, reply in replies.items()}
-    info = {
-        "turn": len(replies),
-        "success": success,
-        "answers": answers,
-        "invalid": {seat: not grade.is_readable for seat, grade in grades.items()},
-    }
-    return info if gold is None else info | {"answer": list(answers.values())[-1], "gold": gold}
+    info: dict[str, Any] = {"turn": len(replies), "success": success, "answers": answers}
+    info["invalid"] = {seat: not grade.is_readable for seat, grade in grades.items()}
+    if is_last:
+        info |= {"answer": list(answers.values())[-1], "gold": gold}
+    return info
 
 
 def last_number(reply: str) -> str | None:
     r"""Returns the answer in a reply: the last number, after #### or in \boxed{} if it has one; None without any."""
     marked = final_answer(reply)
     numbers = _NUMBER.findall(marked or reply[-MAX_ANSWER_CHARS:])
-    return numbers[-1] if numbers else None
+    return next(reversed(numbers), None)
 
 
 def seat_question(seat: Seat, problem: Problem, proposal: str) -> str:
@@ -145,8 +145,9 @@ def example_turns(seat: Seat, problems: list[Problem]) -> list[dict[str, str]]:
     """Returns problems with right answers as turns of a conversation; every second proposal to a checker is wrong."""
     turns = []
     for number, problem in enumerate(problems):
-        right = worked_answer(problem, problem.answer)
-        proposal = worked_answer(problem, wrong_result(problem, number)) if number % 2 else right
+        proposal = right = worked_answer(problem, problem.answer)
+        if number % 2:
+            proposal = worked_answer(problem, wrong_result(problem, number))
         turns.append({"role": "user", "content": seat_question(seat, problem, proposal)})
         turns.append({"role": "assistant", "content": right})
     return turns
@@ -156,4 +157,6 @@ def wrong_result(problem: Problem, seed: int) -> str:
     """Returns a result that is near the right one and wrong; the right one's negative if that is not an integer."""
     right = problem.answer
     off = random.Random(seed).choice((-10, -2, -1, 1, 2, 10))
-    return str(int(right) + off) if right.removeprefix("-").isdecimal() else f"-{right}".removeprefix("--")
+    if right.removeprefix("-").isdecimal():
+        return str(int(right) + off)
+    return f"-{right}".removeprefix("--")

@@ -16,7 +16,7 @@ from palestra.environments.sudoku.canonical import Puzzle, draw_puzzle
 from palestra.environments.sudoku.solver import BOXES, SudokuBoard, forced_cells, violated_units
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import form_or, terms_info
-from palestra.envs.support.answers import answer_words
+from palestra.envs.support.answers import answer_words, mark_answer
 from palestra.envs.support.few_shot import acting_seat
 from palestra.envs.support.options import Rendering, RewardMode, check_range
 from palestra.envs.support.splits import Split
@@ -69,7 +69,8 @@ class Sudoku(Env):
         self.split = split
         check_range("clues", self.clues, MIN_CLUES[size], size * size - 1)
         self.empty = size * size - self.clues
-        self.cells = (size * size if team == "single" else size) if max_cells is None else max_cells
+        default_cells = {"proposer_checker": size, "single": size * size}[team]
+        self.cells = default_cells if max_cells is None else max_cells
         check_range("max_cells", self.cells, 1, size * size)
         needed = -(-self.empty // self.cells)
         self.turns = needed + needed // 2 + 2 if max_turns is None else max_turns
@@ -82,7 +83,7 @@ class Sudoku(Env):
         self.rendering = rendering
         self.seats = SEATS[team]
         self.roles: Mapping[Seat, str] = {seat: self._role(seat) for seat in self.seats}
-        self._over = True
+        self._acting: Seat | None = None
 
     # ---- env interface
 
@@ -90,15 +91,16 @@ class Sudoku(Env):
         self.instance: Puzzle = draw_puzzle(seed, self.size, self.clues, self.split)
         self.board: SudokuBoard = self.instance.clues
         self.proposed: CellDigits | None = None
-        self._acting = 0
+        self._acting = self.seats[0]
         self._turn = 0
         self._refused = ""
-        self._over = False
         return self._step({}, 0.0, {})
 
     def step(self, actions: dict[Seat, Any]) -> Step:
-        seat = acting_seat(None if self._over else self.seats[self._acting], actions)
-        return self._propose(actions[seat]) if seat == "proposer" else self._fill(seat, actions[seat])
+        seat = acting_seat(self._acting, actions)
+        if seat == "proposer":
+            return self._propose(actions[seat])
+        return self._fill(seat, actions[seat])
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
         """Returns an answer that corrects wrong cells first, then fills cells that the board forces, or else random
@@ -108,16 +110,17 @@ class Sudoku(Env):
             answer = CONFIRM
         else:
             answer = format_cell_digits(self.size, self._next(rng))
-        return answer if self.rendering == "compact" else f"#### {answer}"
+        return mark_answer(answer, is_compact=self.rendering == "compact")
 
     # ---- one answer
 
     def _propose(self, answer: Any) -> Step:
         self.proposed, self._refused = self._read(answer)
-        self._acting = 1
-        invalid = self.proposed is None
-        gain = self._gain(self.board, self._with(self.proposed or {}))
-        return self._step({"proposer": -INVALID_PENALTY if invalid else gain}, 0.0, {"proposer": invalid})
+        self._acting = "checker"
+        if self.proposed is None:
+            return self._step({"proposer": -INVALID_PENALTY}, 0.0, {"proposer": True})
+        gain = self._gain(self.board, self._with(self.proposed))
+        return self._step({"proposer": gain}, 0.0, {"proposer": False})
 
     def _fill(self, seat: Seat, answer: Any) -> Step:
         before = self.board
@@ -131,11 +134,14 @@ class Sudoku(Env):
         invalid = cells is None
         self.board = self._with(cells or {})
         self._turn = self._turn + 1
-        self._acting = 0
+        self._acting = self.seats[0]
         self.proposed = None
-        changed = self._gain(offered, self.board) if seat == "checker" else 0.0
-        rewards = {seat: -INVALID_PENALTY if invalid else changed}
-        return self._step(rewards, self._gain(before, self.board), {seat: invalid})
+        reward = 0.0
+        if invalid:
+            reward = -INVALID_PENALTY
+        elif seat == "checker":
+            reward = self._gain(offered, self.board)
+        return self._step({seat: reward}, self._gain(before, self.board), {seat: invalid})
 
     def _read(self, answer: Any) -> tuple[CellDigits | None, str]:
         """Returns the cells that an answer changes and "", or None and the reason why it is invalid."""
@@ -184,7 +190,7 @@ class Sudoku(Env):
 
     def _step(self, rewards: dict[Seat, float], team_reward: float, invalid: dict[Seat, bool]) -> Step:
         success = self.board == self.instance.solution
-        self._over = success or self._turn >= self.turns
+
         if self.reward == "outcome":
             rewards = dict.fromkeys(rewards, 0.0)
         twice = violated_units(self.size, self.board)
@@ -193,22 +199,26 @@ class Sudoku(Env):
             info["why_invalid"] = {seat: self._refused for seat in invalid}
         if self.reward == "dense":
             info |= terms_info({s: form_or("progress", reward, is_invalid=invalid[s]) for s, reward in rewards.items()})
-        if self._over:
+        if success or self._turn >= self.turns:
+            self._acting = None
             return Step({}, rewards, team_reward, truncated=not success, info=info)
-        seat = self.seats[self._acting]
-        return Step({seat: self._observation(seat, twice)}, rewards, team_reward, info=info)
+        assert self._acting is not None
+        observation = self._observation(self._acting, twice)
+        return Step({self._acting: observation}, rewards, team_reward, info=info)
 
     def _observation(self, seat: Seat, twice: list[str]) -> str:
         set_cells = [cell for cell, digit in enumerate(self.board) if digit and not self.instance.clues[cell]]
         names = " ".join(cell_name(self.size, cell) for cell in set_cells)
-        proposed = format_cell_digits(self.size, self.proposed) if self.proposed else "none"
+        proposed = format_cell_digits(self.size, self.proposed or {}) or "none"
         if self.rendering == "compact":
-            words = [f"set {names}"] if set_cells else []
+            words = [compact_grid(self.size, self.board)]
+            if set_cells:
+                words.append(f"set {names}")
             if twice:
                 words.append(f"twice {' '.join(twice)}")
             if seat == "checker":
                 words.append(f"proposed {proposed}")
-            return " ".join([compact_grid(self.size, self.board), *words])
+            return " ".join(words)
         lines = [draw_sudoku_grid(self.size, self.board), f"Set so far, not clues: {names or 'none'}."]
         if twice:
             lines.append(f"These hold a digit twice: {', '.join(twice)}.")
@@ -264,11 +274,15 @@ def read_cells(answer: object, size: int) -> CellDigits | None:
         triples = [tuple(int(number.replace(".", "0")) for number in match) for match in _CELL.findall(text)]
         cells = {(row - 1) * size + column - 1: digit for row, column, digit in triples}
         bad = any(not (1 <= r <= size and 1 <= c <= size and digit <= size) for r, c, digit in triples)
-        return None if bad or len(cells) < len(triples) else cells
+        if bad or len(cells) < len(triples):
+            return None
+        return cells
     digits = re.sub(r"[|/+ -]", "", text).replace(".", "0").replace("_", "0")
     if len(digits) != size * size or not (digits.isascii() and digits.isdecimal()):
         return None
-    return None if max(digits) > str(size) else dict(enumerate(map(int, digits)))
+    if max(digits) > str(size):
+        return None
+    return dict(enumerate(map(int, digits)))
 
 
 def cell_name(size: int, cell: int) -> str:

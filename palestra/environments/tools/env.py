@@ -35,6 +35,7 @@ from palestra.environments.tools.tool_state import ToolState
 from palestra.environments.tools.toolbox import Toolbox, ToolResult, load_tool
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import FORM_TERM, Terms, terms_info, total_rewards
+from palestra.envs.support.answers import mark_answer
 from palestra.envs.support.few_shot import acting_seat
 from palestra.envs.support.options import Rendering, RewardMode, check_range
 from palestra.envs.support.splits import Split
@@ -50,12 +51,15 @@ SEAT_PROMPTS = {
         "left you a note; you have the other tools, and give the answer."
     ),
 }
+ANSWER_INSTRUCTION = (
+    "When you know the answer, reply without a call, and end your reply with #### and nothing but the answer, for "
+    "example: #### 1204."
+)
 REPLY_INSTRUCTIONS = {
-    "agent": "When you know the answer, reply without a call, and end your reply with #### and nothing but the answer",
-    "researcher": "When you have found what the question needs, reply without a call: your reply is the note",
-    "solver": "When you know the answer, reply without a call, and end your reply with #### and nothing but the answer",
+    "agent": ANSWER_INSTRUCTION,
+    "researcher": "When you have found what the question needs, reply without a call: your reply is the note.",
+    "solver": ANSWER_INSTRUCTION,
 }
-ANSWER_EXAMPLE = ", for example: #### 1204"
 LOOKUP_HINT = "Facts that it asks for are in the documents, and nowhere else: look them up."
 CALCULATE_HINT = "Numbers are too large for the head: have a tool do the sums."
 HINTS = {"agent": f"{LOOKUP_HINT} {CALCULATE_HINT}", "researcher": LOOKUP_HINT, "solver": CALCULATE_HINT}
@@ -66,18 +70,22 @@ def system_prompt(seat: Seat, turns: int, is_compact: bool) -> str:
     """Returns the system message of a seat; in the compact rendering only the env and seat names."""
     if is_compact:
         return f"tools {seat}"
-    end = REPLY_INSTRUCTIONS[seat] + ("" if seat == "researcher" else ANSWER_EXAMPLE)
     replies = f"One reply may hold several calls, and you have {turns} replies in all."
-    return f"{SEAT_PROMPTS[seat]} {HINTS[seat]} {replies} {end}."
+    return f"{SEAT_PROMPTS[seat]} {HINTS[seat]} {replies} {REPLY_INSTRUCTIONS[seat]}"
 
 
 def task_prompt(task: ToolTask, note: str | None, is_compact: bool) -> str:
     """Returns the first user message of a seat; for a solver it includes the researcher's note."""
+    if is_compact and note is None:
+        return task.short_question
     if is_compact:
-        return task.short_question if note is None else f"{task.short_question} note {note or 'none'}"
-    files = f"\nFiles in the scratch folder: {', '.join(sorted(task.files))}" if task.files else ""
-    note_text = "" if note is None else f"\nYour partner's note:\n{note or '(there is none)'}"
-    return f"{task.question}{files}{note_text}"
+        return f"{task.short_question} note {note or 'none'}"
+    lines = [task.question]
+    if task.files:
+        lines.append(f"Files in the scratch folder: {', '.join(sorted(task.files))}")
+    if note is not None:
+        lines += ["Your partner's note:", note or "(there is none)"]
+    return "\n".join(lines)
 
 
 ToolsTeam = Literal["single", "researcher_solver"]
@@ -157,14 +165,16 @@ class Tools(Env):
             seat: () if self.is_compact else box.openai_schemas() for seat, box in self.toolboxes.items()
         }
         self.roles = {seat: system_prompt(seat, max_turns, self.is_compact) for seat in self.seats}
-        self._over = True
+        self._acting: Seat | None = None
 
     # ---- env interface
 
     def instance_of(self, seed: int) -> int | str:
         """Returns what identifies a task; of one with documents of its own, its seed."""
         task = self.world.task(seed)
-        return task.split_key if task.library is None else seed
+        if task.library is not None:
+            return seed
+        return task.split_key
 
     def reset(self, seed: int) -> Step:
         self.task = self.world.task(seed)
@@ -175,12 +185,11 @@ class Tools(Env):
         self._good: frozenset[Seat] = frozenset()  # seats already paid VALID_CALLS_REWARD
         self._made = 0
         self._turn = 0
-        self._over = False
         self._begin(self.seats[0], None)
         return self._step({}, {})
 
     async def step(self, actions: dict[Seat, Any]) -> Step:
-        seat = acting_seat(None if self._over else self._acting, actions)
+        seat = acting_seat(self._acting, actions)
         message = parse_assistant_message(str(actions[seat]))
         self.messages = (*self.messages, message)
         self._turn = self._turn + 1
@@ -194,16 +203,17 @@ class Tools(Env):
         """Returns the calls for the next missing facts, then the answer; the answer at once if turns run out."""
         left = self.turns - self._turn - 1
         for stage in self.task.requirements if left else ():
-            missing = [need for need in stage if self._must(seat, need) and not self._is_found(need)]
+            unmet = [need for need in stage if self.needs.index(need) not in self.found_needs]
+            missing = [need for need in unmet if self._must(seat, need)]
             if calls := list(chain.from_iterable(self._untried_calls(need)[:1] for need in missing)):
                 return "\n".join(render_tool_call(call.name, call.arguments) for call in calls[: self.calls])
         if seat == "researcher":
             return " ".join(need.note for need in self.needs if need.note) or "none"
         if not self.task.output_file:
-            return self.task.answer if self.is_compact else f"#### {self.task.answer}"
+            return mark_answer(self.task.answer, is_compact=self.is_compact)
         if left and not self.task.is_solved("", self.scratch.files):
             return render_tool_call("write_file", {"path": self.task.output_file, "text": self.task.answer})
-        return "done" if self.is_compact else "#### done"
+        return mark_answer("done", is_compact=self.is_compact)
 
     # ---- one answer
 
@@ -211,7 +221,8 @@ class Tools(Env):
         """Runs the calls of an answer and appends their results to the conversation."""
         calls = tool_calls_of(message)
         results = await self.toolboxes[seat].call_all(calls[: self.calls], self.scratch)
-        self.scratch = results[-1].scratch if results else self.scratch
+        if results:
+            self.scratch = results[-1].scratch
         dropped = f"Error: not called: one answer may hold {self.calls} calls"
         results += [ToolResult(dropped, False, self.scratch)] * (len(calls) - len(results))
         replies = [
@@ -232,9 +243,10 @@ class Tools(Env):
         return self._step({seat: terms}, {seat: bad > 0}, failures=failures)
 
     def _tool_message(self, sent: Json, call: ToolCall, result: ToolResult) -> Json:
-        good = result.is_valid and not result.failure
-        text = result.text if good or not self.is_compact else "error"
-        return {"role": "tool", "tool_call_id": sent["id"], "name": call.name, "content": text}
+        message = {"role": "tool", "tool_call_id": sent["id"], "name": call.name, "content": result.text}
+        if self.is_compact and (result.failure or not result.is_valid):
+            message["content"] = "error"
+        return message
 
     def _reward_found_facts(self, seat: Seat, results: Sequence[ToolResult]) -> float:
         """Records which of the seat's needs the results meet; returns their share of `FOUND_REWARD`."""
@@ -242,20 +254,21 @@ class Tools(Env):
         numbers = [i for i, need in enumerate(self.needs) if self._must(seat, need)]
         new = {i for i in numbers if i not in self.found_needs and any(map(self.needs[i].is_met_by, texts))}
         self.found_needs |= new
-        return FOUND_REWARD * len(new) / len(numbers) if new else 0.0
+        return FOUND_REWARD * len(new) / max(len(numbers), 1)
 
     def _receive_text(self, seat: Seat, text: str, *, late: bool = False) -> Step:
         """Handles a seat's final answer: the researcher's is the note for the solver, any other is graded."""
         if seat == "researcher":
             note = text[:MAX_NOTE_CHARS]
             facts = [need for need in self.needs if need.note]
-            passed = NOTE_REWARD * sum(need.is_met_by(note) for need in facts) / len(facts) if facts else 0.0
+            passed = NOTE_REWARD * sum(need.is_met_by(note) for need in facts) / max(len(facts), 1)
             self._begin("solver", note)
             return self._step({seat: {"facts": passed}}, {seat: False})
-        answer = text if self.is_compact else text.rpartition("####")[2].strip()
-        success = not late and self.task.is_solved(answer, self.scratch.files)
-        readable = late or self.task.is_readable(answer)
-        self._over = True
+        if not self.is_compact:
+            text = text.rpartition("####")[2].strip()
+        success = not late and self.task.is_solved(text, self.scratch.files)
+        readable = late or self.task.is_readable(text)
+        self._acting = None
         return self._step(
             {seat: {FORM_TERM: 0.0 if readable else -INVALID_PENALTY}}, {seat: not readable}, success=success, late=late
         )
@@ -263,11 +276,11 @@ class Tools(Env):
     # ---- observations
 
     def _begin(self, seat: Seat, note: str | None) -> None:
-        system = [] if self.is_compact else [{"role": "system", "content": self.roles[seat]}]
-        asked = {"role": "user", "content": task_prompt(self.task, note, self.is_compact)}
         self._acting = seat
         self._turn = 0
-        self.messages = (*system, asked)
+        self.messages = ({"role": "user", "content": task_prompt(self.task, note, self.is_compact)},)
+        if not self.is_compact:
+            self.messages = ({"role": "system", "content": self.roles[seat]}, *self.messages)
 
     def _step(
         self,
@@ -282,17 +295,17 @@ class Tools(Env):
         if self.reward == "outcome":
             terms = {seat: {} for seat in terms}
         rewards = total_rewards(terms)
-        info = info | terms_info(terms)
-        seen = {} if self._over else {self._acting: Chat(self.messages, self.tool_schemas[self._acting])}
-        return Step(seen, rewards, SOLVED_REWARD * success, truncated=late, info=info | {"failures": [*failures]})
+        info |= terms_info(terms)
+        info |= {"failures": [*failures]}
+        observations = {}
+        if self._acting is not None:
+            observations = {self._acting: Chat(self.messages, self.tool_schemas[self._acting])}
+        return Step(observations, rewards, SOLVED_REWARD * success, truncated=late, info=info)
 
     # ---- required facts and the seat that must obtain them
 
     def _must(self, seat: Seat, need: ToolRequirement) -> bool:
         return len(self.seats) == 1 or (seat == "researcher") == bool(need.note)
-
-    def _is_found(self, need: ToolRequirement) -> bool:
-        return self.needs.index(need) in self.found_needs
 
     def _untried_calls(self, need: ToolRequirement) -> list[ToolCall]:
         tried = [call for message in self.messages if message["role"] == "assistant" for call in tool_calls_of(message)]

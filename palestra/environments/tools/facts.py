@@ -153,9 +153,13 @@ class FactQuestions:
         if values[0] == values[1]:
             return None
         high, low = (one, other) if values[0] > values[1] else (other, one)
-        is_sum = bool(phrases.total) and rng.random() < 0.5
-        sign, total = ("+", sum(values)) if is_sum else ("-", abs(values[0] - values[1]))
-        asked = phrases.total if is_sum else phrases.difference
+        sign = "-"
+        total = abs(values[0] - values[1])
+        asked = phrases.difference
+        if phrases.total and rng.random() < 0.5:
+            sign = "+"
+            total = sum(values)
+            asked = phrases.total
         question = asked.format(a=high.title, b=low.title, fact=one.name)
         short = f"{high.title.lower()} {sign} {low.title.lower()} {one.name}"
         expression = f"{high.value} {sign} {low.value}".replace(",", "")

@@ -149,15 +149,18 @@ class ToolReview(Env):
 
     def _call(self, seat: Seat, reply: str) -> Step:
         """Runs the first call of a reply; the reviewer, or the lone agent, is next."""
-        written = TOOL_CALL_PATTERN.search(reply)
-        call = parse_tool_call(written[1]) if written else None
+        call = None
+        text = reply
+        if written := TOOL_CALL_PATTERN.search(reply):
+            call = parse_tool_call(written[1])
+            text = written[0]
         result = run_call(call, self.question.library) if call else NO_CALL
-        text = written[0] if written else reply
         self.calls = (*self.calls, MadeCall(seat, " ".join(text.split())[:MAX_RESULT_CHARS], result))
         self.invalid = self.invalid | {seat: call is None}
         self._next = self.seats[-1]
-        is_paid = seat == CALLER and self.reward == "dense"
-        terms = {seat: {"call": float(finds_answer(result, self.question))}} if is_paid else {}
+        terms = {}
+        if seat == CALLER and self.reward == "dense":
+            terms = {seat: {"call": float(finds_answer(result, self.question))}}
         return Step(self._observations(), total_rewards(terms), info=self._info(success=False) | terms_info(terms))
 
     @property
@@ -167,7 +170,9 @@ class ToolReview(Env):
     def _info(self, success: bool) -> dict[str, Any]:
         info: dict[str, Any] = {"turn": self._replies, "success": success, "kind": self.question.kind}
         info |= {"calls": len(self.calls), "invalid": dict(self.invalid)}
-        return info if self._next else info | {"gold": self.question.answer}
+        if self._next is None:
+            info["gold"] = self.question.answer
+        return info
 
     def _observations(self) -> dict[Seat, Any]:
         assert self._next is not None
@@ -180,7 +185,9 @@ class ToolReview(Env):
 
 def draw_question(kind: QuestionKind, seed: int, limit: int, split: Split) -> Question:
     """Returns the question of `split` for `seed`. Raises ValueError if there is none."""
-    return _sum_question(seed, limit, split) if kind == "sum" else _lookup_question(seed, split)
+    if kind == "sum":
+        return _sum_question(seed, limit, split)
+    return _lookup_question(seed, split)
 
 
 def _sum_question(seed: int, limit: int, split: Split) -> Question:
@@ -188,7 +195,7 @@ def _sum_question(seed: int, limit: int, split: Split) -> Question:
     story = relay_story(seed, limit, split)
     first = story.calculations[0].partition(" = ")[0]
     _, sign, last = story.calculations[1].partition(" = ")[0].split()
-    wrong = "-" if sign == "+" else "+"
+    wrong = {"+": "-", "-": "+"}[sign]
     calls = (ToolCall("calculator", {"expression": f"{first} {each} {last}"}) for each in (sign, wrong))
     answer = right_result(story.calculations[-1])
     return Question("sum", story.text, answer, PlaceLibrary(seed), *calls)
@@ -219,7 +226,9 @@ class PlaceLibrary:
         return [SearchHit(name.capitalize(), self._text(name)) for name in places_in(query)[:k]]
 
     def read(self, title: str) -> str | None:
-        return self._text(title.lower()) if title.lower() in PLACE_NAMES else None
+        if title.lower() not in PLACE_NAMES:
+            return None
+        return self._text(title.lower())
 
     def numbers(self, name: str) -> dict[str, str]:
         """Returns the numbers in the document of a place."""
@@ -295,8 +304,13 @@ def worked_replies(seat: Seat, question: Question, *, is_wrong: bool) -> list[tu
     right = render(question.right_call)
     if seat == CALLER:
         return [(question.text, right)]
-    first = CALLER if seat == REVIEWER else AGENT
-    wrong = [make_call(first, question.wrong_call, question.library)] if is_wrong else []
-    asked = [seat_question(seat, question, wrong)] if seat == AGENT or is_wrong else []
-    calls = [*wrong, make_call(seat if is_wrong else first, question.right_call, question.library)]
-    return [*((text, right) for text in asked), (seat_question(seat, question, calls), question.answer)]
+    caller = {REVIEWER: CALLER}.get(seat, seat)
+    calls = []
+    replies = []
+    if is_wrong:
+        calls.append(make_call(caller, question.wrong_call, question.library))
+        caller = seat
+    if seat == AGENT or is_wrong:
+        replies.append((seat_question(seat, question, calls), right))
+    calls.append(make_call(caller, question.right_call, question.library))
+    return [*replies, (seat_question(seat, question, calls), question.answer)]

@@ -117,8 +117,11 @@ class Toolbox:
         results: list[ToolResult] = []
         try:
             for i, call in enumerate(calls):
-                result = await (apart[i] if i in apart else self.call(call, scratch))
-                scratch = scratch if i in apart else result.scratch
+                if i in apart:
+                    result = await apart[i]
+                else:
+                    result = await self.call(call, scratch)
+                    scratch = result.scratch
                 results.append(ToolResult(result.text, result.is_valid, scratch, result.failure))
         finally:
             for task in apart.values():
@@ -156,13 +159,17 @@ class Toolbox:
             raise ValueError(f"the arguments of {call.name} hold half a character, or are nested too deep") from None
         tool = self.tools[call.name]
         arguments = tool.validate_arguments(call.arguments)
-        return tool, arguments | ({tool.state_parameter: state} if tool.state_parameter else {})
+        if tool.state_parameter:
+            arguments = arguments | {tool.state_parameter: state}
+        return tool, arguments
 
     async def _call_tool(self, tool: Tool, arguments: Json) -> Any:
         if not tool.is_built_in:
             return await call_with_timeout(tool.function, arguments, self.time_limit)
         value = tool.function(**arguments)
-        return await value if inspect.isawaitable(value) else value
+        if inspect.isawaitable(value):
+            value = await value
+        return value
 
     def _result(self, text: str, scratch: ToolState, *, good: bool = True, failure: str | None = None) -> ToolResult:
         text = text.encode(errors="replace").decode()  # replaces lone surrogates, which cannot be encoded later
@@ -205,13 +212,15 @@ def make_tool(function: Callable[..., Any], *, is_built_in: bool = False) -> Too
         model.model_json_schema(schema_generator=_Untitled)
     except PydanticUserError as error:
         raise ValueError(f'tool "{name}" takes arguments that JSON cannot represent: {error.message}') from error
-    return Tool(function, name, lines[0], model, hidden[0] if hidden else None, is_built_in)
+    return Tool(function, name, lines[0], model, next(iter(hidden), None), is_built_in)
 
 
 def load_tool(path: str) -> Tool:
     """Loads the tool at "module:function". Raises ValueError if there is none."""
     function = load_object(path, "tool")
-    return function if isinstance(function, Tool) else _make_tool_once(function)
+    if isinstance(function, Tool):
+        return function
+    return _make_tool_once(function)
 
 
 @lru_cache(maxsize=256)  # an env is made for each episode, and building a schema is slow
@@ -235,9 +244,10 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _field(name: str, hint: Any, parameter: inspect.Parameter, description: str | None) -> tuple[Any, Any]:
     notes = [text for text in getattr(hint, "__metadata__", ()) if isinstance(text, str)]
-    text = notes[0] if notes else description
+    if text := next(iter(notes), description):
+        hint = Annotated[hint, Field(description=text)]
     default = ... if parameter.default is parameter.empty else parameter.default
-    return Annotated[hint, Field(description=text)] if text else hint, Field(default, alias=name)
+    return hint, Field(default, alias=name)
 
 
 def _complaint(detail: Any) -> str:
@@ -252,4 +262,6 @@ def _complaint(detail: Any) -> str:
 def _in_words(value: Any) -> str:
     if isinstance(value, str):
         return value
-    return "done" if value is None else to_json(value, fallback=str).decode()
+    if value is None:
+        return "done"
+    return to_json(value, fallback=str).decode()

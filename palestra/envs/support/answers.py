@@ -10,6 +10,13 @@ def answer_text(answer: object) -> str:
     return str(answer)[-MAX_ANSWER_CHARS:].rpartition("####")[2].strip()
 
 
+def mark_answer(answer: str, *, is_compact: bool) -> str:
+    """Returns an answer as a seat writes it: after "####", except in the compact rendering."""
+    if is_compact:
+        return answer
+    return f"#### {answer}"
+
+
 def answer_words(answer: object) -> list[str]:
     """Returns the lower-case words of an answer, after its last "####" if there is one. Commas count as spaces."""
     return answer_text(answer).replace(",", " ").lower().split()
