@@ -39,14 +39,18 @@ class ConfigModel(NamedTuple):
     @property
     def names(self) -> set[str]:
         """The names by which the model is found."""
-        return {self.key, type_name(self.model) or self.key} if self.key else {self.run}
+        if not self.key:
+            return {self.run}
+        return {self.key, type_name(self.model) or self.key}
 
     @property
     def title(self) -> str:
         if not self.key:
             return f"{self.run}: {RUN_TITLES[self.run]}"
-        kind = type_name(self.model)
-        return f"{self.key}{f', type: {kind}' if kind else ''}, in {RUN_TITLES[self.run]}"
+        kind = self.key
+        if name := type_name(self.model):
+            kind += f", type: {name}"
+        return f"{kind}, in {RUN_TITLES[self.run]}"
 
 
 class Section(NamedTuple):
@@ -70,8 +74,9 @@ def config_names() -> dict[tuple[str, str], list[str]]:
     """Returns the values of `type:` by kind of run and key; an empty list for a key without a choice."""
     names: dict[tuple[str, str], list[str]] = {}
     for run, key, model in config_models():
-        kind = type_name(model)
-        names.setdefault((run, key), []).extend([kind] if kind else [])
+        kinds = names.setdefault((run, key), [])
+        if kind := type_name(model):
+            kinds.append(kind)
     names["text", "algorithm"] += TEXT_PRESETS
     names["vector", "algorithm"] += VECTOR_PRESETS
     names["text, vector", "env"] = sorted(known_envs())

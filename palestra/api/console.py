@@ -122,13 +122,16 @@ class user_errors:  # noqa: N801 - called like a function, in `with`
             return
         from palestra.core.failures import RunFailed, is_out_of_memory
 
-        short = "out of memory, use a smaller model or batch: " if is_out_of_memory(error) else ""
+        short = ""
+        if is_out_of_memory(error):
+            short = "out of memory, use a smaller model or batch: "
         expected = short or isinstance(error, ValueError | ConnectionError)
         if not expected and self.received is not None and isinstance(error, READ_ERRORS):
             names_file = isinstance(error, OSError) and error.filename  # which may be one that the command writes
             why = "is not as palestra writes it (PALESTRA_TRACEBACK=1 shows where)"
-            blame = "" if names_file else f"{self.received} {why}: "
-            short = f"{blame}{type(error).__name__}: "
+            short = f"{type(error).__name__}: "
+            if not names_file:
+                short = f"{self.received} {why}: {short}"
             expected = "damage"
         if not expected or os.environ.get("PALESTRA_TRACEBACK"):
             return
@@ -137,8 +140,9 @@ class user_errors:  # noqa: N801 - called like a function, in `with`
         if RANK:
             time.sleep(3)  # if all ranks have the error, rank 0 reports it first, and torchrun ends the others
         print_error(f"{short}{error}", *getattr(error, "__notes__", []))
-        mistake = isinstance(error, ValueError) and not isinstance(error, RunFailed | DamagedFile)
-        raise typer.Exit(2 if mistake else 1) from error
+        if isinstance(error, ValueError) and not isinstance(error, RunFailed | DamagedFile):  # the user's mistake
+            raise typer.Exit(2) from error
+        raise typer.Exit(1) from error
 
 
 def print_error(message: str, *notes: str) -> None:

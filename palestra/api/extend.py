@@ -23,18 +23,16 @@ def extend_config(tree: Tree, settings: Sequence[str], vectorised: bool, path: P
     length = length_setting(tree, vectorised)
     may_change = _changeable(tree, length, vectorised)
     if other := next((setting for setting in settings if setting.partition("=")[0].strip() not in may_change), None):
-        may = (
-            f"only --set {'=..., '.join(may_change)}=... may change"
-            if may_change
-            else "and this kind cannot be made longer"
-        )
+        may = "and this kind cannot be made longer"
+        if may_change:
+            may = f"only --set {'=..., '.join(may_change)}=... may change"
         raise ValueError(f"{other}: a resumed run keeps its config, {may}. Start a new one instead.")
     changed = override(tree, settings)
     if not length:
         return changed
     before = _at(tree, length)
     now = _at(changed, length)
-    least = before if "population" in tree else min(before, max(1, steps_done(path)))
+    least = min(before, max(1, steps_done(path))) if "population" not in tree else before
     if not isinstance(now, int) or now < least:
         raise ValueError(f"{length}={now}: the run has {length}={before}, and can have any number from {least} on")
     return changed
@@ -42,25 +40,33 @@ def extend_config(tree: Tree, settings: Sequence[str], vectorised: bool, path: P
 
 def _changeable(tree: Tree, length: str, vectorised: bool) -> list[str]:
     """Returns the settings that may change at a resume."""
-    own = [length] if length else []
+    may_change = []
+    if length:
+        may_change.append(length)
     if "population" in tree:
-        return own
-    rates = [f"policies.{name}.lr" for name, policy in tree.get("policies", {}).items() if "lr" in policy]
-    return [*own, *rates, *(["device"] if vectorised else [])]
+        return may_change
+    may_change += [f"policies.{name}.lr" for name, policy in tree.get("policies", {}).items() if "lr" in policy]
+    if vectorised:
+        may_change.append("device")
+    return may_change
 
 
 def steps_done(path: Path) -> int:
     """Returns the training steps, or the env steps of networks, up to the newest checkpoint of a run."""
     step = max((checkpoint.step for checkpoint in list_checkpoints(path)), default=-1)
-    lines = read_lines(path / "metrics.jsonl") if step >= 0 else []
+    if step < 0:
+        return 0
+    lines = read_lines(path / "metrics.jsonl")
     team = next((line for line in lines if line["step"] == step and line["policy"] == TEAM), {})
     return int(team.get("env_steps", step + 1))
 
 
 def complete_message(tree: Tree, vectorised: bool = False) -> str:
     """Returns the message for a resumed run that has no steps left."""
-    length = length_setting(tree, vectorised)
-    return f"already complete; --set {length}=N extends it" if length else "already complete"
+    message = "already complete"
+    if length := length_setting(tree, vectorised):
+        message += f"; --set {length}=N extends it"
+    return message
 
 
 def length_setting(tree: Tree, vectorised: bool) -> str:
@@ -69,7 +75,9 @@ def length_setting(tree: Tree, vectorised: bool) -> str:
         return EXTENDABLE_PLANS.get(tree["population"]["type"], "")
     if vectorised:
         return "env_steps"
-    return "" if tree.get("stages") else "steps"
+    if tree.get("stages"):
+        return ""
+    return "steps"
 
 
 def _at(tree: Tree, path: str) -> Any:

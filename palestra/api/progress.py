@@ -60,8 +60,10 @@ class _Bar:
     def status(self) -> str:
         """Returns what the bar shows, as text."""
         task = self.bar.tasks[0]
-        count = f"{task.completed:.0f}/{task.total:.0f}" if task.total else ""
-        return ", ".join(filter(None, [f"{task.description} {count}".rstrip(), *task.fields.values()]))
+        what = task.description
+        if task.total:
+            what += f" {task.completed:.0f}/{task.total:.0f}"
+        return ", ".join(filter(None, [what.rstrip(), *task.fields.values()]))
 
     def __enter__(self) -> Self:
         self._stack.enter_context(self._busy)
@@ -133,7 +135,9 @@ class ProgressBar(_Bar, Callback):
             self._failed += 1
 
     def on_progress(self, what: str, done: int, total: int) -> None:
-        self.bar.update(self.task, now=f"{what} {done}/{total}" if total else what)
+        if total:
+            what += f" {done}/{total}"
+        self.bar.update(self.task, now=what)
 
     def on_step(self, step: int, metrics: Mapping[str, Metrics]) -> None:
         team = metrics[TEAM]
@@ -141,13 +145,21 @@ class ProgressBar(_Bar, Callback):
         if rates and not self._is_success:
             self._is_success = True
             self._values.clear()
-        shown = rates if self._is_success else returns_by_name(team)
-        for name, now in shown.items():  # none if no episode ended since the last log line
-            self._values[name] = EMA_DECAY * self._values.get(name, now) + (1 - EMA_DECAY) * now
-        value = (format_success(self._values, 0) if self._is_success else format_returns(self._values)) or "-"
-        label = training_success_label(self.config) if self._is_success else training_return_label(self.config)
+        if self._is_success:
+            self._smooth(rates)
+            value = format_success(self._values, 0)
+            label = training_success_label(self.config)
+        else:
+            self._smooth(returns_by_name(team))
+            value = format_returns(self._values)
+            label = training_return_label(self.config)
         failed = f"· failed {self._failed}" if self._failed else ""
-        self.bar.update(self.task, completed=step + 1, now="", trained=f"{label} {value}", failed=failed)
+        self.bar.update(self.task, completed=step + 1, now="", trained=f"{label} {value or '-'}", failed=failed)
+
+    def _smooth(self, values: Mapping[str, float]) -> None:
+        """Adds values to their moving averages; there are none if no episode ended since the last log line."""
+        for name, now in values.items():
+            self._values[name] = EMA_DECAY * self._values.get(name, now) + (1 - EMA_DECAY) * now
 
     def on_eval(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
         when = "before training" if step < 0 else f"after {step + 1} training steps"
@@ -157,10 +169,13 @@ class ProgressBar(_Bar, Callback):
         if not shown or shows_return(metrics):
             shown += [(name, f"{value:.2f}") for name, value in returns_by_name(metrics).items()]
         texts: list[str | tuple[str, str]] = [f"{label} {when}:"]
-        for number, (what, value) in enumerate(shown):
-            texts += [f"{',' if number else ''} {what} ", (value, "bold")]
+        for what, value in shown:
+            texts += [f" {what} ", (value, "bold"), ","]
+        if shown:
+            texts.pop()  # the comma after the last
         size = f" of {format_episodes(metrics)}"
-        size += f", mean length {metrics['steps_per_episode']:.1f}" if "steps_per_episode" in metrics else ""
+        if "steps_per_episode" in metrics:
+            size += f", mean length {metrics['steps_per_episode']:.1f}"
         self.console.print(styled_text(*texts, size), soft_wrap=True)
 
 

@@ -140,7 +140,9 @@ def resumed_tree(path: Path, settings: Sequence[str]) -> Tree:
     Raises ValueError if `path` is not a run, or the settings change what a resume keeps (api/extend.py).
     """
     tree = parse(check_config(find_run(path)), str(path / "config.yaml"))
-    return extend_config(tree, settings, is_vector_config(tree), path) if settings else tree
+    if not settings:
+        return tree
+    return extend_config(tree, settings, is_vector_config(tree), path)
 
 
 def run_to_resume(request: LaunchRequest) -> Path | None:
@@ -171,8 +173,12 @@ def place_tree(tree: Tree, places: Sequence[str], mirror: str | None = None) -> 
             "this config has neither"
         )
     if mirror:
-        key = "mirror.url" if isinstance(tree.get("mirror"), dict) and mirror != "none" else "mirror"
-        places = [*places, f"{key}={'null' if mirror == 'none' else json.dumps(mirror)}"]
+        change = f"mirror={json.dumps(mirror)}"
+        if mirror == "none":
+            change = "mirror=null"
+        elif isinstance(tree.get("mirror"), dict):
+            change = f"mirror.url={json.dumps(mirror)}"
+        places = [*places, change]
     return override(tree, places)
 
 

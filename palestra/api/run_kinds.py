@@ -87,10 +87,11 @@ class TextRuns:
         from palestra.text.build.distributed import build
 
         bases = dict.fromkeys(getattr(policy, "base", None) for policy in config.policies.values())
-        loading = "" if config.engine else ", ".join(filter(None, bases))
-        if loading:
-            print_line(f"loading {loading}")
-        with console.busy(lambda: f"loading {loading}" if loading else "starting"):
+        what = "starting"
+        if not config.engine and any(bases):
+            what = f"loading {', '.join(filter(None, bases))}"
+            print_line(what)
+        with console.busy(lambda: what):
             return build(config)
 
     def open(self, setup: TextTrainer, open_run: Callable[[], Run]) -> AbstractContextManager[Run | NullRun]:
@@ -202,8 +203,10 @@ def train_with_progress(
     elif start:
         console.print(f"resuming after {start} steps")
     elif not run.is_new:
-        lost = f", {run.num_discarded_steps} steps are lost" if run.num_discarded_steps else ""
-        print_line(f"no checkpoint yet: starts from the beginning{lost}")
+        message = "no checkpoint yet: starts from the beginning"
+        if run.num_discarded_steps:
+            message += f", {run.num_discarded_steps} steps are lost"
+        print_line(message)
     charts: list[LiveChart] = []
     if console.is_jupyter and start < trainer.steps:
         charts.append(LiveChart(run.path))

@@ -72,8 +72,10 @@ def train(  # noqa: PLR0913 - the parts of a config, by name
         new = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         if steps is not None:
             new.append(f"{_length(tree)}={steps}")
-        stored = resumed_tree(path, new) if new else None
-        request = run_request(stored or tree, resume=path, stored=stored)
+        stored = None
+        if new:
+            tree = stored = resumed_tree(path, new)
+        request = run_request(tree, resume=path, stored=stored)
     else:
         request = run_request(config_tree(config, changes, steps), name=name, root=root)
 
@@ -104,7 +106,10 @@ def config_tree(
     """Returns the config tree of `config` with `changes`. Raises ValueError if there is nothing to train."""
     if config is None and not changes.keys() & {"env", "envs", "data", "stages"}:
         raise ValueError('nothing to train: give a config, train("configs/demo.yaml"), or env= and policies=')
-    tree: Tree = load(config) if isinstance(config, str | Path) else plain_data(config or {})
+    if isinstance(config, str | Path):
+        tree: Tree = load(config)
+    else:
+        tree = plain_data(config or {})
     if not isinstance(tree, Mapping):
         raise ValueError(f"config is {config!r:.60}: give a YAML file, a mapping or a config object")
     plain = {key: plain_data(value) for key, value in changes.items()}
@@ -115,15 +120,17 @@ def config_tree(
     if "envs" in tree:
         tree["envs"] = {key: env_tree(value) for key, value in tree["envs"].items()}
     _check_algorithm(tree, changes.get("algorithm"))
-    return override(tree, [f"{_length(tree)}={steps}"]) if steps is not None else tree
+    return tree if steps is None else override(tree, [f"{_length(tree)}={steps}"])
 
 
 def env_tree(env: Any) -> Tree:
     """Returns the config of an env that is given as a name, config, class or function."""
     if isinstance(env, Mapping):
         kind = env.get("type")
-        return {**env, **({} if isinstance(kind, str | None) else env_config(kind))}
-    return {"type": env} if isinstance(env, str) else env_config(env)
+        return dict(env) if isinstance(kind, str | None) else {**env, **env_config(kind)}
+    if isinstance(env, str):
+        return {"type": env}
+    return env_config(env)
 
 
 def plain_data(value: Any) -> Any:
@@ -137,7 +144,9 @@ def plain_data(value: Any) -> Any:
         return value.model_dump(mode="json")
     if isinstance(value, Mapping):
         return {key: plain_data(inner) for key, inner in value.items()}
-    return [plain_data(inner) for inner in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [plain_data(inner) for inner in value]
+    return value
 
 
 def _check_named(value: Any) -> None:
@@ -160,7 +169,10 @@ def _check_algorithm(tree: Tree, algorithm: Any) -> None:
     name = type(algorithm).__name__
     vector = is_vector_config(tree)
     if vector == isinstance(algorithm, TextAlgorithm):
-        ours, theirs = ("vectorised envs", "language agents") if vector else ("language agents", "vectorised envs")
+        ours = "vectorised envs"
+        theirs = "language agents"
+        if not vector:
+            ours, theirs = theirs, ours
         fix = "palestra.vector has the algorithms of vectorised envs (palestra.vector.PPO)"
         raise ValueError(f"algorithm {name} is for {theirs}, and this run is of {ours}: {fix}")
 

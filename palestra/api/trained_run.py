@@ -68,7 +68,10 @@ def evaluate(
     from palestra.evaluation import evaluate as evaluation
 
     what = run.path if isinstance(run, TrainedRun) else run
-    changes = {**({} if split == "test" else {"split": split}), **(env or {})}  # text envs are evaluated on "test"
+    changes: dict[str, Any] = {}
+    if split != "test":  # on which text envs are evaluated
+        changes["split"] = split
+    changes |= env or {}
     choice: dict[str, Any] = {"episodes": episodes, "greedy": greedy, "checkpoint": checkpoint, "seed": seed}
     with CountingBar(f"evaluating {what}", console) as bar:
         result = call_outside_loop(partial(evaluation.evaluate, what, changes, seats, on_progress=bar.count, **choice))
@@ -98,7 +101,9 @@ class TrainedRun:
         from palestra.evaluation.report.population_plots import plot_population
         from palestra.evaluation.report.run_charts import plot_run
 
-        return Picture((plot_run if self.population is None else plot_population)(self.path))
+        if self.population is None:
+            return Picture(plot_run(self.path))
+        return Picture(plot_population(self.path))
 
     @cached_property
     def config(self) -> Tree:
@@ -135,16 +140,14 @@ class TrainedRun:
 
         Raises ValueError if `step` was not saved.
         """
-        return pa.concat_tables(
-            [read_episodes(self._file(n)) for n in ([step] if step is not None else self.recorded_steps)]
-        )
+        steps = [step] if step is not None else self.recorded_steps
+        return pa.concat_tables([read_episodes(self._file(step)) for step in steps])
 
     def trees(self, step: int | None = None) -> list[Episode]:
         """Returns the episodes of a step (default: the newest saved one). Raises ValueError if `step` was not saved."""
-        kept = self.recorded_steps
-        if step is None and not kept:
-            return []
-        return load_episodes(self._file(kept[-1] if step is None else step))
+        if step is None:
+            step = max(self.recorded_steps, default=None)
+        return [] if step is None else load_episodes(self._file(step))
 
     @property
     def population(self) -> PopulationRecord | None:
@@ -160,10 +163,10 @@ class TrainedRun:
 
     def _repr_html_(self) -> str:
         logs = RunLogs(self.path)
-        population = self.population
-        inside = (
-            population_html(population) if population else eval_table(logs) + details("curves", metric_charts(logs))
-        )
+        if population := self.population:
+            inside = population_html(population)
+        else:
+            inside = eval_table(logs) + details("curves", metric_charts(logs))
         return notebook_html(f"<h3>{escape_text(self.path.name)}</h3>{metric_tiles(logs, self.config)}{inside}")
 
 

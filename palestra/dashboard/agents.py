@@ -88,8 +88,10 @@ def member_rows(run: CatalogRun) -> list[dict[str, Any]]:
         return []
     rows = []
     for one in read_json_list(path):
-        row = {key: one.get(key) for key in ("name", "player", "parent", "info")}
-        rows.append(row | {"bytes": _bytes(run.file(str(one["weights"]))) if one.get("weights") else 0})
+        row = {key: one.get(key) for key in ("name", "player", "parent", "info")} | {"bytes": 0}
+        if one.get("weights"):
+            row["bytes"] = _bytes(run.file(str(one["weights"])))
+        rows.append(row)
     return rows
 
 

@@ -186,12 +186,10 @@ def entropy_collapse(policies: MetricsByName, team: Mapping[str, np.ndarray], ev
         if before is None or now is None or (success is not None and success > SOLVED_SUCCESS):
             continue
         if -ROUNDING <= now <= LOW_ENTROPY and now <= LOW_ENTROPY_SHARE * before:
-            yield Alarm(
-                "entropy collapse",
-                name,
-                f"entropy {now:.3g} nats, from {before:.3g}"
-                + (f", at a success of {success:.0%}" if success is not None else ""),
-            )
+            message = f"entropy {now:.3g} nats, from {before:.3g}"
+            if success is not None:
+                message += f", at a success of {success:.0%}"
+            yield Alarm("entropy collapse", name, message)
 
 
 def longer_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
@@ -347,22 +345,27 @@ def newest_mean(series: Mapping[str, np.ndarray], key: str) -> float | None:
     """Returns the mean of a metric's newest `NEWEST_LINES` lines, at most half of all; None if there are fewer than
     `MIN_LINES`."""
     values = series.get(key, np.zeros(0))
-    return _mean(values[-min(NEWEST_LINES, len(values) // 2) :]) if len(values) >= MIN_LINES else None
+    if len(values) < MIN_LINES:
+        return None
+    return _mean(values[-min(NEWEST_LINES, len(values) // 2) :])
 
 
 def end_mean(series: Mapping[str, np.ndarray], key: str) -> float | None:
     """Returns the mean of a metric's newest sixth, from `MIN_END_LINES` to `NEWEST_LINES` lines; None if there are
     fewer than `MIN_LINES` lines."""
     values = series.get(key, np.zeros(0))
-    size = min(NEWEST_LINES, max(MIN_END_LINES, len(values) // 6))
-    return _mean(values[-size:]) if len(values) >= MIN_LINES else None
+    if len(values) < MIN_LINES:
+        return None
+    return _mean(values[-min(NEWEST_LINES, max(MIN_END_LINES, len(values) // 6)) :])
 
 
 def first_mean(series: Mapping[str, np.ndarray], key: str) -> float | None:
     """Returns the mean of a metric's first `FIRST_LINES` lines, at most a quarter of all; None if there are fewer than
     `MIN_LINES`."""
     values = series.get(key, np.zeros(0))
-    return _mean(values[: min(FIRST_LINES, len(values) // 4)]) if len(values) >= MIN_LINES else None
+    if len(values) < MIN_LINES:
+        return None
+    return _mean(values[: min(FIRST_LINES, len(values) // 4)])
 
 
 def _mean(values: np.ndarray) -> float:
@@ -385,4 +388,6 @@ def success_rise(team: Mapping[str, np.ndarray], evals: MetricsByName) -> float 
         return max(rises)
     before = first_mean(team, "success")
     now = newest_mean(team, "success")
-    return None if now is None or before is None else now - before
+    if now is None or before is None:
+        return None
+    return now - before

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from dataclasses import asdict
 from typing import Any
@@ -60,7 +61,9 @@ class DashboardApi:
             own = self._settings(line["name"])
             settings = {column: run_table.setting(own, column) for column in query.getlist("column")}
             shown.append(line | {"alarms": self._alarm_names(line, deadline), "settings": settings})
-        keys = run_table.varying_keys([self._settings(line["name"]) for line in shown]) if query.get("keys") else []
+        keys = []
+        if query.get("keys"):
+            keys = run_table.varying_keys([self._settings(line["name"]) for line in shown])
         groups = run_table.seed_groups(shown)
         answer = {"root": self.library.root.name, "runs": shown, "of": len(lines), "groups": groups, "keys": keys}
         return json_response(request, answer)
@@ -82,7 +85,7 @@ class DashboardApi:
             except UNREADABLE:
                 known = changed, []
             self._listed_alarms[name] = known
-        return known[1] if known else None
+        return None if known is None else known[1]
 
     def _entry_or_error(self, name: str, locks: dict[int, int]) -> dict[str, Any] | None:
         """Returns a run's list entry; None if the run was just removed or its files lead out of its folder. If files
@@ -273,7 +276,9 @@ def base_models(run: CatalogRun) -> dict[str, str]:
     tree = run.config
     bases = {name: str(policy.get("base") or "") for name, policy in (tree.get("policies") or {}).items() if policy}
     oracle = (tree.get("oracle") or {}).get("policy") or {}
-    return bases | ({"": str(oracle["base"])} if "base" in oracle else {})
+    if "base" in oracle:
+        bases[""] = str(oracle["base"])
+    return bases
 
 
 def json_response(request: Request, tree: Any) -> Response:
@@ -289,6 +294,6 @@ def json_response(request: Request, tree: Any) -> Response:
 def _download(name: str, folder: Any) -> Response:
     if not folder.is_dir():
         raise NotFound(f"the weights of {name} are no longer there")
-    safe = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "-_.") else "_" for letter in name)
+    safe = re.sub("[^A-Za-z0-9._-]", "_", name)
     headers = {"Content-Disposition": f'attachment; filename="{safe}.zip"'}
     return StreamingResponse(agents_of.stream_zip(folder), media_type="application/zip", headers=headers)

@@ -32,7 +32,7 @@ from palestra.core.http.listen import open_listener, url_host
 from palestra.core.http.origin_middleware import is_loopback
 from palestra.core.http.server import HttpServer, build_server
 from palestra.dashboard.api import DashboardApi
-from palestra.dashboard.auth import guard
+from palestra.dashboard.auth import guard, with_token
 from palestra.dashboard.catalog import NotFound, RunCatalog
 from palestra.dashboard.run_status import file_stamp
 from palestra.runs.metric_log import PARSE_ERRORS
@@ -162,8 +162,8 @@ async def change_events(watched: RunWatcher, name: str | None, ending: Callable[
     while not ending():
         now = await watched.current_stamps(name)
         if before is None or now != before:
-            changed = [run for run in now if before is None or before.get(run) != now[run]]
-            yield f"event: change\ndata: {json.dumps(changed if before is not None else [])}\n\n"
+            changed = [run for run in now if before is not None and before.get(run) != now[run]]
+            yield f"event: change\ndata: {json.dumps(changed)}\n\n"
             quiet = 0.0
         elif quiet >= KEEPALIVE_S:
             yield ": still here\n\n"
@@ -199,7 +199,7 @@ def serve(
         print_line(
             f"warning: anyone who reaches {host} can read these runs; protect them: --token {secrets.token_urlsafe(12)}"
         )
-    print_line(f"dashboard: {address}{f'?token={token}' if token else ''}")
+    print_line(f"dashboard: {with_token(address, token)}")
     server = build_server(app, drain=5, keep_alive=5)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     server.run(sockets=[listener])

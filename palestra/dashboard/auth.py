@@ -61,8 +61,10 @@ class TokenMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        refusal = self._ask(scope) if self.token_hash else None
-        await (refusal or self.app)(scope, receive, _with_security_headers(send))
+        answer: AsgiApp = self.app
+        if self.token_hash:
+            answer = self._ask(scope) or self.app
+        await answer(scope, receive, _with_security_headers(send))
 
     def _ask(self, scope: Scope) -> Response | None:
         """Returns None if the request has the token as cookie or bearer; 401 if not; if the token is in the URL, a
@@ -71,8 +73,10 @@ class TokenMiddleware:
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         token = dict(query).get("token")
         if token is not None and self._right(_hash(token)):
-            rest = urlencode([(key, value) for key, value in query if key != "token"])
-            response = RedirectResponse(f"{_local(scope['path'])}{'?' if rest else ''}{rest}", 303)
+            address = _local(scope["path"])
+            if rest := urlencode([(key, value) for key, value in query if key != "token"]):
+                address += f"?{rest}"
+            response = RedirectResponse(address, 303)
             response.set_cookie(
                 self.cookie,
                 self.token_hash,
@@ -92,6 +96,11 @@ class TokenMiddleware:
 
 def _hash(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest() if token else ""
+
+
+def with_token(address: str, token: str) -> str:
+    """Returns the address that opens a page of a server; `token` may be "" (none)."""
+    return f"{address}?token={token}" if token else address
 
 
 def _cookie(header: str, name: str) -> str:

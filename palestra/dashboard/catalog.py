@@ -125,7 +125,9 @@ def read_config(path: Path) -> Tree:
 
 def read_object(path: Path) -> Tree:
     """Returns the JSON object in a file; {} if there is none."""
+    if file_size(path) > MAX_TREE_BYTES:
+        return {}
     try:
-        return read_json(path, dict, {}) if file_size(path) <= MAX_TREE_BYTES else {}
+        return read_json(path, dict, {})
     except DamagedFile:
         return {}

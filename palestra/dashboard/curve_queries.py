@@ -13,7 +13,7 @@ from palestra.core.config import StrictModel
 from palestra.core.types import TEAM
 from palestra.dashboard.catalog import CatalogRun
 from palestra.dashboard.run_status import experiment_config, step_seconds
-from palestra.dashboard.run_table import experiment_id
+from palestra.dashboard.run_table import experiment_id, newest_by_seed
 from palestra.runs.metric_log import MetricLog
 from palestra.runs.series import Series, align, clip_x, counter_at, smooth, thin
 
@@ -63,12 +63,11 @@ def _groups(runs: Sequence[CatalogRun], seeds: bool) -> list[list[CatalogRun]]:
     """Groups runs whose configs differ only in name and seed, if `seeds`: the newest run of each seed."""
     if not seeds:
         return [[run] for run in runs]
-    groups: dict[str, dict[str, CatalogRun]] = {}
+    groups: dict[str, list[tuple[Any, str, CatalogRun]]] = {}
     for run in runs:
-        group = groups.setdefault(experiment_id(experiment_config(run.config)), {})
-        seed = repr(run.config.get("seed"))
-        group[seed] = max(run, group.get(seed, run), key=lambda run: str(run.meta.get("created", "")))
-    return [list(group.values()) for group in groups.values()]
+        group = groups.setdefault(experiment_id(experiment_config(run.config)), [])
+        group.append((run.config.get("seed"), str(run.meta.get("created", "")), run))
+    return [newest_by_seed(group) for group in groups.values()]
 
 
 def log_of_metric(run: CatalogRun, metric: str) -> MetricLog:
@@ -100,12 +99,12 @@ def _axis(run: CatalogRun, name: str, steps: np.ndarray, axis: str) -> np.ndarra
         at, values = _clock(run)
     elif axis == "iteration":
         at, values = run.metrics.column(name, "iteration")
+    elif axis == "env_steps":
+        at, values = run.metrics.column(TEAM, axis)
     else:
-        at, values = run.metrics.column(TEAM, axis) if axis == "env_steps" else (steps, steps + 1)
+        return steps + 1
     if not len(at):
         return steps + 1
-    if axis == "step":
-        return values
     return counter_at(steps, at, values)
 
 

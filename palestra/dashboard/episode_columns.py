@@ -36,7 +36,9 @@ class EpisodeColumns:
     def seat_return(self, seat: str) -> np.ndarray:
         """Returns a seat's own return [E]; the total over all seats if there is no such seat."""
         name = f"{RETURN_PREFIX}{seat}"
-        return self.numeric(name if name in self.table.column_names else "total")
+        if name not in self.table.column_names:
+            name = "total"
+        return self.numeric(name)
 
     @cached_property
     def has_error(self) -> np.ndarray:
@@ -68,9 +70,10 @@ class EpisodeColumns:
         return self._orders[key]
 
     def _sort_rows(self, name: str, ascending: bool) -> np.ndarray:
+        values = self.numeric(name)
+        if not ascending:
+            values = -values
         if name == "step":
-            step = self.numeric("step")
-            return np.lexsort((self.numeric("episode"), step if ascending else -step))
+            return np.lexsort((self.numeric("episode"), values))
         newest = self.sorted_rows("step", ascending=False)
-        values = self.numeric(name)[newest]
-        return newest[np.argsort(values if ascending else -values, kind="stable")]
+        return newest[np.argsort(values[newest], kind="stable")]

@@ -66,16 +66,22 @@ def matching_rows(columns: EpisodeColumns, query: EpisodeFilter) -> np.ndarray:
     """Returns the sorted rows [K] int32 of the episodes that match all filters but `text`."""
     if not len(columns):
         return np.zeros(0, np.int32)
-    order = columns.sorted_rows(query.sort if query.sort in SORT_COLUMNS else "step", query.ascending)
+    sort = query.sort
+    if sort not in SORT_COLUMNS:
+        sort = "step"
+    order = columns.sorted_rows(sort, query.ascending)
     masks = [
         *_outcome(columns, query.outcome),
         *_bounds(columns.seat_return(query.seat), query.least, query.most),
         *_bounds(columns.numeric("turns"), query.turns_from, query.turns_to),
         *_bounds(columns.numeric("step") + 1, query.step_from, query.step_to),
-        *([columns.text_equals("env", query.env)] if query.env else []),
-        *([columns.numeric("invalid") > 0] if query.invalid else []),
-        *([columns.seats_contain(_seat_substring(query))] if query.seat or query.policy else []),
     ]
+    if query.env:
+        masks.append(columns.text_equals("env", query.env))
+    if query.invalid:
+        masks.append(columns.numeric("invalid") > 0)
+    if query.seat or query.policy:
+        masks.append(columns.seats_contain(_seat_substring(query)))
     return order[np.logical_and.reduce(masks)[order]] if masks else order
 
 
@@ -84,18 +90,26 @@ def _outcome(columns: EpisodeColumns, outcome: str) -> list[np.ndarray]:
     kinds = {"success": success >= 0.5, "failure": success < 0.5}  # both false if the env reports no success
     if outcome in kinds:
         return [~columns.has_error & kinds[outcome]]
-    return [columns.has_error] if outcome == "error" else []
+    if outcome == "error":
+        return [columns.has_error]
+    return []
 
 
 def _bounds(values: np.ndarray, low: float | None, high: float | None) -> list[np.ndarray]:
-    least = [values >= low] if low is not None else []
-    return least + ([values <= high] if high is not None else [])
+    masks = []
+    if low is not None:
+        masks.append(values >= low)
+    if high is not None:
+        masks.append(values <= high)
+    return masks
 
 
 def _seat_substring(query: EpisodeFilter) -> str:
     """Returns the substring of the `seats` JSON that assigns `query.policy` to `query.seat`, or to any seat."""
-    seat = f"{json.dumps(query.seat, ensure_ascii=False)}: " if query.seat else ": "
-    return seat + (f'"{query.policy}' if query.policy else "")
+    text = f"{json.dumps(query.seat, ensure_ascii=False)}: " if query.seat else ": "
+    if query.policy:
+        text += f'"{query.policy}'
+    return text
 
 
 def page_rows(columns: EpisodeColumns, rows: Sequence[int] | np.ndarray) -> list[dict[str, Any]]:

@@ -159,4 +159,6 @@ def _ints(table: pa.Table, name: str, default: int = 0) -> np.ndarray:
 def _floats(table: pa.Table, name: str) -> np.ndarray:
     """Returns a column as float64: booleans as 0 and 1, null as NaN."""
     column = table.column(name)
-    return np.asarray(column.cast(pa.int8() if pa.types.is_boolean(column.type) else column.type).to_numpy(), float)
+    if pa.types.is_boolean(column.type):
+        column = column.cast(pa.int8())
+    return np.asarray(column.to_numpy(), float)

@@ -66,10 +66,12 @@ class EpisodeIndex:
         included. By default it waits longer while nothing is known, and not at all if the last scan took longer than
         the wait."""
         self._begin()
-        if timeout_s is None and self._columns:
-            timeout_s = NEXT_WAIT_S if self._took < NEXT_WAIT_S else 0.0
-        elif timeout_s is None:
+        if timeout_s is None and not self._columns:
             timeout_s = FIRST_WAIT_S
+        elif timeout_s is None and self._took < NEXT_WAIT_S:
+            timeout_s = NEXT_WAIT_S
+        elif timeout_s is None:
+            timeout_s = 0.0
         settled = self._settled.wait(timeout_s)
         with self._lock:
             return self._columns or EpisodeColumns(EMPTY_TABLE), max(len(self._missing), int(not settled))
@@ -108,14 +110,17 @@ class EpisodeIndex:
         late = time.time_ns() - changed > CLOCK_RESOLUTION_NS
         now = file_versions(self.folder)
         stale = [step for step, stamp in self._known.items() if now.get(step) != stamp]
-        table = drop_steps(self._table, stale) if stale else self._table
+        table = self._table
+        if stale:
+            table = drop_steps(table, stale)
         with self._lock:
             self._seen = changed if late else -1
             for step in stale:
                 del self._known[step]
             self._missing = {step: stamp for step, stamp in now.items() if step not in self._known}
             self.unreadable = {step: why for step, why in self.unreadable.items() if step in self._known}
-            self._columns = self._columns if self._columns and not stale else EpisodeColumns(table)
+            if stale or not self._columns:
+                self._columns = EpisodeColumns(table)
         self._took = time.monotonic() - start
 
     @property
@@ -198,7 +203,7 @@ def file_versions(folder: Path) -> dict[int, int]:
 
 def _step(name: str) -> int:
     match = FILE_NAME.fullmatch(name)
-    return int(match[1]) if match else -1
+    return -1 if match is None else int(match[1])
 
 
 def _version(file: os.DirEntry[str]) -> int | None:

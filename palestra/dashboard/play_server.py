@@ -32,7 +32,7 @@ from palestra.core.http.origin_middleware import is_loopback
 from palestra.core.http.server import build_server
 from palestra.dashboard.api import json_response as as_json
 from palestra.dashboard.app import ERROR_HANDLERS, KEEPALIVE_S, STATIC, error_handler
-from palestra.dashboard.auth import guard
+from palestra.dashboard.auth import guard, with_token
 from palestra.dashboard.catalog import NotFound
 from palestra.dashboard.play_session import OutOfTurn, PlaySession, PlaySessions
 
@@ -137,6 +137,7 @@ def serve(sessions: PlaySessions, host: str, port: int, print_line: Callable[[st
     address. Raises ValueError if the port is taken."""
     token = "" if is_loopback(host) else secrets.token_urlsafe(12)
     listener = open_listener(host, port)
-    print_line(f"play at: http://{url_host(host)}:{listener.getsockname()[1]}/play{f'?token={token}' if token else ''}")
+    address = f"http://{url_host(host)}:{listener.getsockname()[1]}/play"
+    print_line(f"play at: {with_token(address, token)}")
     app = build_play_app(sessions, token, {host, socket.gethostname().lower()})
     build_server(app, drain=5, keep_alive=5, on_shutdown=sessions.close).run(sockets=[listener])

@@ -150,20 +150,28 @@ class PlaySession:
 
     def state(self) -> dict[str, Any]:
         """Returns all that the page shows, ready for JSON."""
-        seen = self._episode or self._so_far()
-        return {
+        rules = self.setup.rules
+        if rules in self._role:
+            rules = ""
+        legal_actions = []
+        if self._asked:
+            legal_actions = [str(word) for word in self._asked[0].legal_actions or []]
+        state = {
             "env": self.setup.env,
             "picture": self.setup.picture,
             "seat": self.setup.human_seat,
             "seats": self.setup.seats,
-            "rules": "" if self.setup.rules in self._role else self.setup.rules,
+            "rules": rules,
             "turn": len(self._turns),
             "now": self._now(),
             "role": self._role,
-            "legal_actions": [str(word) for word in self._asked[0].legal_actions or []] if self._asked else [],
-            "line": episode_texts(seen),
-            "end": self._end(self._episode) if self._episode else None,
+            "legal_actions": legal_actions,
+            "line": episode_texts(self._episode or self._so_far()),
+            "end": None,
         }
+        if self._episode:
+            state["end"] = self._end(self._episode)
+        return state
 
     def _now(self) -> str:
         if self._episode:
@@ -175,13 +183,13 @@ class PlaySession:
     def _so_far(self) -> Episode:
         """Returns an episode of the turns that may be shown and the open question."""
         seat = self.setup.human_seat
-        nodes = [
-            Node(i, i - 1 if i else None, i, {of: seen}, {of: answer})
-            for i, (of, seen, answer) in enumerate(self._turns)
-        ]
+        nodes: list[Node] = []
+        parent = None
+        for number, (of, seen, answer) in enumerate(self._turns):
+            nodes.append(Node(number, parent, number, {of: seen}, {of: answer}))
+            parent = number
         if self._asked:
-            at = len(nodes)
-            nodes.append(Node(at, at - 1 if at else None, at, {seat: self._asked[0].observation}, {}))
+            nodes.append(Node(len(nodes), parent, len(nodes), {seat: self._asked[0].observation}, {}))
         return Episode(self.setup.env, self.seed, self.setup.seats, nodes)
 
     def _end(self, episode: Episode) -> dict[str, Any]:
@@ -230,7 +238,8 @@ class PlaySessions:
         return self._open[name][0] if name in self._open else None
 
     async def _run(self, game: PlaySession) -> None:
-        episode = await self._play(game.seed, game.ask if game.setup.human_seat else game.show_turn)
+        on_turn = game.ask if game.setup.human_seat else game.show_turn
+        episode = await self._play(game.seed, on_turn)
         if episode.error and not game.resigned:
             self._say(f"the game of instance {game.seed} ended early: {episode.error}")
         game.finish(episode)

@@ -76,7 +76,9 @@ def response_view(record: PopulationRecord, last: int) -> dict[str, Any] | None:
     table = record.payoffs
     if len(table.seats) != 2 or np.isnan(table.mean()[0]).all():
         return None
-    names, edges = best_responses(record if last >= max(table.shape) else keep_newest(record, last))
+    if last < max(table.shape):
+        record = keep_newest(record, last)
+    names, edges = best_responses(record)
     return {"names": names, "edges": edges}
 
 
@@ -143,11 +145,14 @@ def timeline_view(record: PopulationRecord) -> list[dict[str, Any]]:
 def _training_span(task: TrainTask, result: TrainResult, clock: dict[str, Any]) -> dict[str, Any]:
     seconds = clock.get("seconds")
     ended = clock.get("elapsed_s")
+    began = None
+    if ended is not None and seconds is not None:
+        began = ended - seconds
     return {
         "learner": task.learner or task.player,
         "member": task.output_member,
         "start": task.start,
-        "from": ended - seconds if ended is not None and seconds is not None else None,
+        "from": began,
         "seconds": seconds,
         "return": result.mean_return,
         "opponents": _most_met(task.opponents),

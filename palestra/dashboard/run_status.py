@@ -44,7 +44,11 @@ STAMPED_FILES = (*LOGS, "config.yaml", ERROR_FILE)
 
 def run_kind(config: Tree) -> str:
     """Returns "population", "networks" or "language"."""
-    return "population" if "population" in config else "networks" if "env_steps" in config else "language"
+    if "population" in config:
+        return "population"
+    if "env_steps" in config:
+        return "networks"
+    return "language"
 
 
 def file_stamp(path: Path) -> tuple[int, ...]:
@@ -99,7 +103,9 @@ def list_entry(run: CatalogRun, locks: Mapping[int, int]) -> Tree:
 
 def _main_return(line: Mapping[str, Any]) -> float | None:
     """Returns the return of all seats; None without one, and of opponents, of whom it says nothing."""
-    return line.get("return", line.get("team_return")) if set(return_keys(line)) <= {"return"} else None
+    if not set(return_keys(line)) <= {"return"}:
+        return None
+    return line.get("return", line.get("team_return"))
 
 
 def unreadable_entry(name: str, error: Exception) -> Tree:
@@ -179,7 +185,9 @@ def status(run: CatalogRun, done: float, total: float, locks: Mapping[int, int])
     recent = time.time() - max(file_stamp(run.path)[::2]) / 1e9 < RECENT_S
     if total and done >= total:
         return "done"
-    return "running" if recent and not locks and not Path("/proc/locks").exists() else "stopped"
+    if recent and not locks and not Path("/proc/locks").exists():
+        return "running"
+    return "stopped"
 
 
 def error_line(run: CatalogRun) -> str:
@@ -303,7 +311,9 @@ def queue_metrics(run: CatalogRun) -> dict[str, float]:
             if key in line:
                 metrics[key] = max(metrics.get(key, 0.0), float(line[key]))
     waited = run.timings.last_by_name().get(TEAM, {}).get("wait_s")
-    return metrics | ({"wait_s": float(waited)} if waited is not None else {})
+    if waited is not None:
+        metrics["wait_s"] = float(waited)
+    return metrics
 
 
 def failure_counts(table: Any) -> list[dict[str, Any]]:

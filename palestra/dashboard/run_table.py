@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from palestra.dashboard.catalog import Tree
 from palestra.runs.headline import headline_eval, return_keys
 from palestra.runs.series import band_bounds
 
+T = TypeVar("T")
 Settings = Mapping[str, Any]  # a flattened config without the keys in which seeds may differ
 
 
@@ -42,10 +43,14 @@ def main_score(evals: Mapping[str, Tree], team: Tree) -> tuple[str, float, bool]
     if team.get("nash_conv") is not None:
         return "NashConv", team["nash_conv"], False
     name = headline_eval(list(evals))
-    line = evals[name] if name else {}
-    if name and isinstance(line.get("success"), int | float):
+    if not name:
+        return None
+    line = evals[name]
+    if isinstance(line.get("success"), int | float):
         return name, line["success"], True
-    return (name, line["return"], False) if name and "return" in return_keys(line) else None
+    if "return" in return_keys(line):
+        return name, line["return"], False
+    return None
 
 
 def seed_groups(lines: Iterable[Tree]) -> list[Tree]:
@@ -59,9 +64,18 @@ def seed_groups(lines: Iterable[Tree]) -> list[Tree]:
     for experiment, group in by_experiment.items():
         if experiment and len(group) > 1:
             names = [line["name"] for line in group]
-            by_seed = {repr(line["seed"]): line for line in reversed(group) if line["score"]}
-            groups.append({"experiment": experiment, "runs": names, "result": mean_result(list(by_seed.values()))})
+            scored = [(line["seed"], line["created"], line) for line in reversed(group) if line["score"]]
+            groups.append({"experiment": experiment, "runs": names, "result": mean_result(newest_by_seed(scored))})
     return groups
+
+
+def newest_by_seed(runs: Iterable[tuple[Any, str, T]]) -> list[T]:
+    """Returns the newest run of each seed, from seeds, times of creation and runs."""
+    newest: dict[str, tuple[str, T]] = {}
+    for seed, created, run in runs:
+        if created >= newest.get(repr(seed), ("", run))[0]:
+            newest[repr(seed)] = (created, run)
+    return [run for _, run in newest.values()]
 
 
 def mean_result(group: Sequence[Tree]) -> str:

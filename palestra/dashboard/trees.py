@@ -32,8 +32,10 @@ def find_tokenizer(base: str) -> Tokenizer | None:
     """Returns the tokenizer of a base by its name: one that ships with palestra, packaged ones once they are converted,
     or one in the local Hugging Face cache; None if it is not on this machine. File paths in a config are not followed:
     a run's files may come from an untrusted source."""
-    path = next((path for path in _places(base) if path.is_file()), None)
-    return Tokenizer.from_file(str(path)) if path else None
+    for path in _places(base):
+        if path.is_file():
+            return Tokenizer.from_file(str(path))
+    return None
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
@@ -143,7 +145,9 @@ def path_texts(path: Path, episode: int, node: int) -> list[Row]:
 
 def episode_texts(episode: Episode) -> list[Row]:
     """Returns observations and answers of an episode in memory on the path to its newest node, like `path_texts`."""
-    return _line(to_table(0, [episode]).to_pylist(), episode.nodes[-1].id) if episode.nodes else []
+    if not episode.nodes:
+        return []
+    return _line(to_table(0, [episode]).to_pylist(), episode.nodes[-1].id)
 
 
 def _line(rows: list[Row], node: int) -> list[Row]:
@@ -201,8 +205,9 @@ def _news(now: Any, before: Any) -> Any:
     if not (_is_chat(now) and _is_chat(before)):
         return now
     earlier = before["messages"]
-    goes_on = 0 < len(earlier) < len(now["messages"]) and now["messages"][: len(earlier)] == earlier
-    return {"messages": now["messages"][len(earlier) + 1 :], "tools": []} if goes_on else now
+    if not 0 < len(earlier) < len(now["messages"]) or now["messages"][: len(earlier)] != earlier:
+        return now
+    return {"messages": now["messages"][len(earlier) + 1 :], "tools": []}
 
 
 def _is_chat(value: Any) -> bool:

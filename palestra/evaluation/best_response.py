@@ -103,9 +103,9 @@ def _others(setup: VectorEvalSetup, seat: Seat) -> dict[Seat, str]:
 def _response_tree(setup: VectorEvalSetup, seat: Seat, steps: int, seed: int) -> Tree:
     """Returns the config of a run that trains a response at `seat`."""
     base = validate(VectorConfig, setup.target.tree)
-    nets = [policy for policy in base.policies.values() if isinstance(policy, TrainedNetConfig)]
-    trained_config = base.policies.get(setup.policy_names[seat].rpartition(":")[2])
-    net = trained_config if isinstance(trained_config, TrainedNetConfig) else (nets or [TrainedNetConfig()])[0]
+    at_seat = base.policies.get(setup.policy_names[seat].rpartition(":")[2])
+    candidates = (at_seat, *base.policies.values(), TrainedNetConfig())
+    net = next(policy for policy in candidates if isinstance(policy, TrainedNetConfig))
     others: dict[str, Tree] = {}
     places: dict[Seat, str] = {}
     for name, seats in setup.groups(_others(setup, seat)):
@@ -114,7 +114,9 @@ def _response_tree(setup: VectorEvalSetup, seat: Seat, steps: int, seed: int) ->
         places |= dict.fromkeys(seats, label)
     places[seat] = RESPONSE
     own = net.algorithm or base.algorithm
-    algorithm = own.model_dump(exclude_unset=True) if own.type in ONE_LEARNER else {"type": "ppo"}
+    algorithm = {"type": "ppo"}
+    if own.type in ONE_LEARNER:
+        algorithm = {"type": own.type} | own.model_dump(exclude_unset=True)
     response = net.model_dump(exclude_unset=True, exclude={"algorithm"}) | {"type": "net"}
     return {
         "name": RESPONSE,
@@ -124,7 +126,7 @@ def _response_tree(setup: VectorEvalSetup, seat: Seat, steps: int, seed: int) ->
         "checkpoint_every": steps,
         "policies": {RESPONSE: response, **others},
         "seats": places,
-        "algorithm": {"type": own.type} | algorithm,
+        "algorithm": algorithm,
         "device": str(setup.device),
     }
 

@@ -70,7 +70,9 @@ def evaluate(
     Raises ValueError for an unknown name, seat or checkpoint.
     """
     with open_eval(what, env or {}, seats or {}, episodes, options) as setup:
-        names = swap_seats(setup.policy_names) if swap else setup.policy_names
+        names = setup.policy_names
+        if swap:
+            names = swap_seats(names)
         return setup.play([names], episodes, seed, on_progress)[0]
 
 

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
@@ -143,11 +144,14 @@ def _captions(header: ReplayHeader, frame: ReplayFrame) -> Iterator[tuple[str, t
     """Yields what each seat does in a joint step and what it is paid, with the seat's colour."""
     rewards = frame.rewards or [0.0] * len(header.seats)
     rows = zip(header.seats, header.players, frame.acts, frame.actions, rewards, strict=True)
-    for number, (seat, player, acts, action, reward) in enumerate(rows):
-        colour = header.seat_colours[number] if number < len(header.seat_colours) else INK
-        does = _action_name(header, action) if acts else ""
-        paid = f" {reward:+.3g}" if reward else ""
-        yield f"{seat} ({player}): {does}{paid}", (colour[0], colour[1], colour[2])
+    colours = chain(header.seat_colours, repeat(INK))
+    for (seat, player, acts, action, reward), (red, green, blue) in zip(rows, colours, strict=False):
+        caption = f"{seat} ({player}): "
+        if acts:
+            caption += _action_name(header, action)
+        if reward:
+            caption += f" {reward:+.3g}"
+        yield caption, (red, green, blue)
 
 
 def _action_name(header: ReplayHeader, action: Sequence[float]) -> str:

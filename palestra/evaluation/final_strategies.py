@@ -54,15 +54,16 @@ def _mix(line: Mapping[str, Any]) -> Mix:
 def _without_meta_strategies(record: PopulationRecord, plan: PlanConfig, player: Player) -> Mix:
     members = [member for member in record.members if member.player == player and member.weights]
     names = [member.name for member in members]
+    which = f"trained member of {player}"
     if isinstance(plan, SelfPlayConfig) and plan.nash_conv_of == "average" and members:
         everyone = record.payoffs.members[player]
         return dict.fromkeys(everyone, 1 / len(everyone))
     if isinstance(plan, LeagueConfig):
         names = [member.name for member in members if member.info.get("role") == "main"]
+        which = "frozen copy of a main agent"
     if isinstance(plan, PBTConfig):
         names = _best_rated(record, player)
     if not names:
-        which = "frozen copy of a main agent" if isinstance(plan, LeagueConfig) else f"trained member of {player}"
         raise ValueError(f"{record.path} has no {which} yet: train it for longer")
     return {names[-1]: 1.0}
 

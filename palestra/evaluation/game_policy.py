@@ -97,12 +97,14 @@ def export_game_policy(
     networks, scripts).
     """
     run = Path(what)
-    tree = load_target(run) if run.exists() else {}
-    if "population" in tree:
+    if run.exists() and "population" in load_target(run):
         if checkpoint is not None:
             raise ValueError(f"{run} trains a population: name a member with --member, and leave out --checkpoint")
         return _export_population(run, member, greedy)
-    target = find_target(f"{what}:{member}" if member else what, step=checkpoint)
+    name = str(what)
+    if member:
+        name += f":{member}"
+    target = find_target(name, step=checkpoint)
     if not target.is_vector:
         raise ValueError(f"{what} trains language agents: `palestra publish` exports their weights")
     config = validate(VectorConfig, target.tree)
@@ -161,9 +163,12 @@ def policy_table(target: Target, env: VectorEnv, game: GameTree, names: Mapping[
     for player, seat in enumerate(env.seats):
         folder, is_greedy = _policy_files(target, names[seat])
         loader = MemberLoader(env, game, greedy=greedy or is_greedy)
-        name = UNIFORM_MEMBER if folder is None else names[seat]
         rows = game.player_rows(player)
-        policy[rows] = loader.policy(name, {} if folder is None else {name: folder})[rows]
+        if folder is None:
+            table = loader.policy(UNIFORM_MEMBER, {})
+        else:
+            table = loader.policy(names[seat], {names[seat]: folder})
+        policy[rows] = table[rows]
     return policy
 
 
@@ -215,5 +220,7 @@ def nash_conv_metrics(env_config: Mapping[str, Any], policy_of: Callable[[GameTr
     try:
         game = enumerate_game(env_config, MAX_NODES_OF_EVAL)
         return {"nash_conv": nash_conv(game, policy_of(game))}
+    except GameTooLarge as error:
+        return {"no_nash_conv": error.reason}
     except (ValueError, RuntimeError) as error:  # OpenSpiel raises RuntimeError for what a game does not implement
-        return {"no_nash_conv": error.reason if isinstance(error, GameTooLarge) else str(error)}
+        return {"no_nash_conv": str(error)}

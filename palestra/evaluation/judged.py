@@ -144,7 +144,7 @@ def summarise(
     )
     counts = (outcomes.count("A"), outcomes.count("B"), outcomes.count("tie"))
     errors = [first.error or second.error for first, second in judged if first.error or second.error]
-    return JudgedResult(results, *counts, disagreed, unreadable, len(errors), errors[0] if errors else "")
+    return JudgedResult(results, *counts, disagreed, unreadable, len(errors), next(iter(errors), ""))
 
 
 def _why_unreadable(judged: Sequence[tuple[Judgement, Judgement]], judge: str) -> str:
@@ -152,11 +152,14 @@ def _why_unreadable(judged: Sequence[tuple[Judgement, Judgement]], judge: str) -
     lost = [each for each in chain.from_iterable(judged) if each.verdict is None]
     failed = [each for each in lost if each.error]
     wrong = [each for each in lost if not each.error]
-    causes = [f"failed replies: {len(failed)}, the first with {failed[0].error}"] if failed else []
+    causes = []
+    if failed:
+        causes.append(f"failed replies: {len(failed)}, the first with {failed[0].error}")
     if wrong:
-        cut = ", cut at its token limit (--judge-tokens)" if wrong[0].is_cut else ""
         quote = repr(wrong[0].reply[-MAX_QUOTE_CHARS:])
-        causes.append(f"replies without a verdict: {len(wrong)}, the first ends {quote}{cut}")
+        causes.append(f"replies without a verdict: {len(wrong)}, the first ends {quote}")
+        if wrong[0].is_cut:
+            causes[-1] += ", cut at its token limit (--judge-tokens)"
     return (
         f"judge {judge} gave no verdict in both orders for any of {len(judged)} pairs; {'; '.join(causes)}. A reply "
         "must end with a line that says A, B or tie: use another judge"
@@ -195,8 +198,8 @@ def _record(episode: Episode) -> str:
 
 def read_verdict(reply: str) -> Verdict | None:
     """Returns the verdict in the last line of a judge's reply; None if the line is not A, B or tie."""
-    lines = reply.strip().splitlines()
-    match = _LAST_WORD.fullmatch(lines[-1]) if lines else None
+    lines = reply.strip().splitlines() or [""]
+    match = _LAST_WORD.fullmatch(lines[-1])
     verdicts: Sequence[Verdict] = ("A", "B", "tie")
     return next((v for v in verdicts if match and match[1].lower() == v.lower()), None)
 
@@ -206,4 +209,6 @@ def outcome(as_a: Verdict | None, as_b: Verdict | None) -> Verdict:
     prefer the other one, else "tie"."""
     if (as_a, as_b) == ("A", "B"):
         return "A"
-    return "B" if (as_a, as_b) == ("B", "A") else "tie"
+    if (as_a, as_b) == ("B", "A"):
+        return "B"
+    return "tie"

@@ -63,12 +63,13 @@ class EvalResult(NamedTuple):
         facts += [f"{what} {success_interval(line, key)}" for key, what in success_keys(line).items()]
         returns = returns_by_name(line)
         if returns and (shows_return(line) or not success_by_name(line)):
-            facts.append(f"return {format_return(line) if 'return' in returns else format_returns(returns)}")
+            text = format_return(line) if "return" in returns else format_returns(returns)
+            facts.append(f"return {text}")
         return "; ".join([*facts, format_episodes({"episodes": len(self.episodes), **line})])
 
 
 def _name_seats(seats: Sequence[Seat]) -> str:
-    return ", ".join(seats) if len(seats) <= MAX_NAMED_SEATS else f"{len(seats)} seats"
+    return f"{len(seats)} seats" if len(seats) > MAX_NAMED_SEATS else ", ".join(seats)
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Target:
     @cached_property
     def checkpoint(self) -> Checkpoint | None:
         """The run's checkpoint. Raises ValueError if there is none or its files are damaged."""
-        return find_checkpoint(self.run, self.step) if self.run else None
+        return None if self.run is None else find_checkpoint(self.run, self.step)
 
     @property
     def is_vector(self) -> bool:
@@ -97,17 +98,23 @@ class Target:
     def weights(self, policy: str) -> Path | None:
         """Returns the folder of the policy's weights; None if the target has no trained policy of this name."""
         checkpoint = self.checkpoint
-        return checkpoint.path / checkpoint.names[policy] if checkpoint and policy in checkpoint.names else None
+        if checkpoint is None or policy not in checkpoint.names:
+            return None
+        return checkpoint.path / checkpoint.names[policy]
 
     def find_policy(self, name: str) -> tuple[Target, str]:
         """Returns the target that has the policy `name`, and the policy's name in it. For RUN:NAME the target is RUN
         with its newest checkpoint."""
         run, _, policy = name.rpartition(":")
-        return (find_target(run), policy) if run else (self, name)
+        if not run:
+            return self, name
+        return find_target(run), policy
 
     def refuse_policy(self, name: str, others: str) -> NoReturn:
         """Raises ValueError for an unknown policy; `others` lists the names of other policies that can play."""
-        have = dict.fromkeys([*self.tree.get("policies", {}), *(self.checkpoint.names if self.checkpoint else {})])
+        have = dict.fromkeys(self.tree.get("policies", {}))
+        if self.checkpoint:
+            have |= dict.fromkeys(self.checkpoint.names)
         raise ValueError(f'no policy "{name}"; the run has {", ".join(have)}, or say {others}')
 
 
@@ -121,7 +128,9 @@ def find_target(what: str | Path, env: Mapping[str, Any] | None = None, step: in
     run, _, policy = what.rpartition(":")
     path = find_config(Path(run or what))
     if not path.exists():
-        hint = suggest_config(path) if path.suffix else nearest(what, known_envs()).replace(":", ";", 1)
+        hint = nearest(what, known_envs()).replace(":", ";", 1)
+        if path.suffix:
+            hint = suggest_config(path)
         raise ValueError(
             f"there is no run, config or env {path}: `palestra runs` lists the runs, and `palestra info` the envs{hint}"
         )
@@ -135,14 +144,17 @@ def find_target(what: str | Path, env: Mapping[str, Any] | None = None, step: in
 
 def load_target(path: Path) -> Tree:
     """Returns the config of a run, or of a file."""
-    return load(find_run(path) / "config.yaml" if path.is_dir() else path)
+    if path.is_dir():
+        path = find_run(path) / "config.yaml"
+    return load(path)
 
 
 def _env_target(name: str, options: Mapping[str, Any]) -> Target:
     """Returns the target of an env without a run: the shipped base plays it, or in a vectorised env the networks that
     `seats` names."""
     tree: Tree = {"env": {"type": name, **options}}
-    return Target(tree | {"policies": {"default": {"type": "net" if is_vector_config(tree) else "frozen"}}})
+    kind = "net" if is_vector_config(tree) else "frozen"
+    return Target(tree | {"policies": {"default": {"type": kind}}})
 
 
 def find_checkpoint(path: Path, step: int | None) -> Checkpoint:

@@ -102,9 +102,10 @@ def list_all_checkpoints(path: str | Path) -> list[Checkpoint]:
     Raises DamagedFile if a line of checkpoints.jsonl differs from what was written.
     """
     path = Path(path) / CHECKPOINTS_FILE
-    lines = read_checksummed(path) if path.exists() else []
-    found = [_checkpoint(path, number, line) for number, line in enumerate(lines, start=1)]
-    by_step = {checkpoint.step: checkpoint for checkpoint in found}  # of one step, the later line
+    if not path.exists():
+        return []
+    lines = [_checkpoint(path, number, line) for number, line in enumerate(read_checksummed(path), start=1)]
+    by_step = {checkpoint.step: checkpoint for checkpoint in lines}  # of one step, the later line
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -117,7 +118,9 @@ def finish_rename(checkpoint: Checkpoint) -> None:
 def _current_folder(checkpoint: Checkpoint) -> Path:
     """Returns the folder that has the checkpoint's files: the temporary one if the process died before the rename."""
     complete = checkpoint.path.with_name(TEMPORARY_PREFIX + checkpoint.path.name)
-    return complete if complete.is_dir() and not checkpoint.path.exists() else checkpoint.path
+    if complete.is_dir() and not checkpoint.path.exists():
+        return complete
+    return checkpoint.path
 
 
 def find_newest_intact(path: Path) -> tuple[Checkpoint | None, list[str]]:

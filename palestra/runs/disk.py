@@ -41,14 +41,19 @@ def explain_disk_errors(run: Path | None = None) -> Iterator[None]:
         number = _number(error)
         if number not in REMEDIES:
             raise
-        file = error.filename if isinstance(error, OSError) else None
-        what = f"cannot use {file}" if file else f"cannot write {run or 'the run'}"
-        again = f", then resume with: palestra train --resume {run}" if run and (run / CONFIG_FILE).exists() else ""
-        raise DamagedFile(f"{what}: {os.strerror(number)}; {REMEDIES[number]}{again}") from error
+        what = f"cannot write {run or 'the run'}"
+        if isinstance(error, OSError) and error.filename:
+            what = f"cannot use {error.filename}"
+        remedy = REMEDIES[number]
+        if run and (run / CONFIG_FILE).exists():
+            remedy += f", then resume with: palestra train --resume {run}"
+        raise DamagedFile(f"{what}: {os.strerror(number)}; {remedy}") from error
 
 
 def _number(error: OSError | SafetensorError) -> int:
     if isinstance(error, OSError):
         return error.errno or 0
     found = ERRNO_PATTERN.search(str(error))
-    return int(found[1] or found[2]) if found else 0
+    if found is None:
+        return 0
+    return int(found[1] or found[2])

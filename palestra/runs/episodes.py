@@ -256,10 +256,12 @@ def _add(episode: Episode, row: dict[str, Any]) -> Node:
     if row["answer"] is not None:
         arrays = (row["prompt_ids"], row["token_ids"], row["logprobs"])
         values = (row["answer"], row["policy"], *arrays, row["stop"], row["temperature"])
-        mask = SamplingMask(row["mask_ids"], row["mask_counts"]) if len(row["mask_counts"]) else None
-        experts = row["experts"].reshape(row["experts_shape"]) if len(row["experts_shape"]) else None
-        more = {"versions": row["versions"], "sampling_mask": mask, "routed_experts": experts}
-        node.answers[seat] = Answer(*values, **more, thought=row["thought"] or "")
+        answer = Answer(*values, versions=row["versions"], thought=row["thought"] or "")
+        if len(row["mask_counts"]):
+            answer.sampling_mask = SamplingMask(row["mask_ids"], row["mask_counts"])
+        if len(row["experts_shape"]):
+            answer.routed_experts = row["experts"].reshape(row["experts_shape"])
+        node.answers[seat] = answer
     if row["reward"] is not None:
         node.rewards[seat] = row["reward"]
     if row["advantage"] is not None:

@@ -26,7 +26,9 @@ def training_success_label(config: Tree) -> str:
     algorithm is not in its config: its label notes that the rate may be of a search."""
     if size := _search_size(config):
         return f"search success (best of {size})"
-    return "training success (may be of a search)" if _is_of_own_algorithm(config) else "training success"
+    if _is_of_own_algorithm(config):
+        return "training success (may be of a search)"
+    return "training success"
 
 
 def training_return_label(config: Tree) -> str:
@@ -34,7 +36,9 @@ def training_return_label(config: Tree) -> str:
     "training return (sampled actions)"."""
     if size := _search_size(config):
         return f"search return (best of {size})"
-    return "training return (sampled actions)" if _is_of_networks(config) else "training return"
+    if _is_of_networks(config):
+        return "training return (sampled actions)"
+    return "training return"
 
 
 def _search_size(config: Tree) -> int:
@@ -87,7 +91,9 @@ def total_steps(config: Tree) -> int | None:
 def eval_label(config: Tree, name: str) -> str:
     """Returns the name of an evaluation, such as "test", and whether networks act greedily in it: "test (greedy)"."""
     own = (config.get("evals") or {}).get(name) or {}
-    return f"{name} (greedy)" if own.get("greedy") and _is_of_networks(config) else name
+    if own.get("greedy") and _is_of_networks(config):
+        return f"{name} (greedy)"
+    return name
 
 
 def held_out_label(config: Tree, name: str) -> str:
@@ -112,8 +118,11 @@ def _is_of_networks(config: Tree) -> bool:
 def returns_by_name(line: Tree) -> dict[str, float]:
     """Returns the returns that a line of metrics shows: that of each team if there are several, else "return", else
     that of each seat. The mean over teams says little: of opponents it may be 0 whatever they learn."""
-    teams = _by_team(line, TEAM_RETURN)
-    return teams or ({"return": line["return"]} if "return" in line else dict(line.get("returns") or {}))
+    if teams := _by_team(line, TEAM_RETURN):
+        return teams
+    if "return" in line:
+        return {"return": line["return"]}
+    return dict(line.get("returns") or {})
 
 
 def success_by_name(line: Tree) -> dict[str, float]:
@@ -125,7 +134,9 @@ def success_by_name(line: Tree) -> dict[str, float]:
 def success_keys(*lines: Tree) -> dict[str, str]:
     """Returns the keys of the success rates of lines of metrics with their titles: {"success": "success"}, or
     {"success.hunters": "success (hunters)", ...}."""
-    keys = {"success": "success"} if any("success" in line for line in lines) else {}
+    keys = {}
+    if any("success" in line for line in lines):
+        keys["success"] = "success"
     names = dict.fromkeys(chain.from_iterable(_by_team(line, TEAM_SUCCESS) for line in lines))
     return keys | {f"{TEAM_SUCCESS}{name}": f"success ({name})" for name in names}
 
@@ -175,8 +186,11 @@ def format_returns(returns: Mapping[str, float]) -> str:
 def format_episodes(line: Tree) -> str:
     """Formats the size of an evaluation: "40 episodes of 10 instances, 2 failed"."""
     size = f"{line['episodes']:.0f} episodes"
-    size += f" of {line['instances']:.0f} instances" if "instances" in line else ""
-    return size + (f", {line['failed']:.0f} failed" if line.get("failed") else "")
+    if "instances" in line:
+        size += f" of {line['instances']:.0f} instances"
+    if line.get("failed"):
+        size += f", {line['failed']:.0f} failed"
+    return size
 
 
 def shows_return(line: Tree) -> bool:
@@ -204,9 +218,9 @@ def eval_interval(line: Tree) -> tuple[float, float] | None:
         return None
     if isinstance(line.get("success"), int | float) and 0 <= line["success"] <= 1:
         return success_bounds(line)
-    mean = None if success_by_name(line) else returns_by_name(line).get("return")
+    mean = returns_by_name(line).get("return")
     half = return_half_width(line)
-    if not isinstance(mean, int | float) or half is None:
+    if success_by_name(line) or not isinstance(mean, int | float) or half is None:
         return None
     return mean - half, mean + half
 
@@ -237,9 +251,11 @@ def format_seat_return(line: Tree, seat: str) -> str:
 def _with_interval(mean: float | None, half: float | None) -> str:
     if mean is None:
         return "-"
-    return f"{mean:.2f}" if half is None else f"{mean:.2f} ± {half:.2f}"
+    if half is None:
+        return f"{mean:.2f}"
+    return f"{mean:.2f} ± {half:.2f}"
 
 
 def headline_eval(names: Sequence[str]) -> str | None:
     """Returns which of a run's evaluations leads: "test", else the first; None if there is none."""
-    return HEADLINE_EVAL if HEADLINE_EVAL in names else next(iter(names), None)
+    return next((name for name in (HEADLINE_EVAL, *names) if name in names), None)

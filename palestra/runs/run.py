@@ -38,7 +38,7 @@ from palestra.core.files import (
     to_checksummed_line,
     to_json_line,
 )
-from palestra.core.types import TEAM, Episode
+from palestra.core.types import TEAM, Episode, Metrics
 from palestra.parallel.worker_stats import REPORT_INTERVAL_S, worker_stats
 from palestra.runs.checkpoints import (
     CHECKPOINTS_FILE,
@@ -107,7 +107,10 @@ class Run:
         if "/" in name or name in (".", ".."):
             raise ValueError(f"a run's name is a plain folder name, not {name!r}; the folder around it is the root")
         path_inside(root, name)
-        run = cls._of_exact_name(Path(root, name)) if exact_name else cls(_fresh_folder(Path(root), name))
+        if exact_name:
+            run = cls._of_exact_name(Path(root, name))
+        else:
+            run = cls(_fresh_folder(Path(root), name))
         facts = {**_facts(), **(meta or {}), "config": config_yaml}
         atomic_write(run.path / META_FILE, (json.dumps(facts, indent=2) + "\n").encode())
         atomic_write(run.path / CHECKPOINTS_FILE, b"")  # so that a missing file means a lost one
@@ -176,7 +179,9 @@ class Run:
     def log_timings(self, step: int, policy: str, metrics: Mapping[str, Any]) -> None:
         """Appends a line to timings.jsonl: seconds, tokens per second. The line of all policies together (`TEAM`) also
         gets the CPU and memory use of this process since its last such line."""
-        usage = self._resources.metrics() if policy == TEAM else {}
+        usage: Metrics = {}
+        if policy == TEAM:
+            usage = self._resources.metrics()
         self._append("timings.jsonl", {"step": step, "policy": policy, **metrics, **usage})
 
     def log_workers(self, step: int, min_interval_s: float = REPORT_INTERVAL_S) -> None:
@@ -326,7 +331,9 @@ class Run:
         """Returns the checksum of a log in its current state."""
         if name not in self._logs and not (self.path / name).exists():
             return {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
-        return self._logs[name].checksum if name in self._logs else checksum(self.path / name)
+        if name in self._logs:
+            return self._logs[name].checksum
+        return checksum(self.path / name)
 
     def _close_logs(self) -> None:
         for log in self._logs.values():
@@ -371,7 +378,9 @@ def _version(distribution: str) -> str | None:
 
 def _last_step(log: Path) -> int:
     """Returns the step of the last intact line of a log, -1 if there is none. What is damaged after it is ignored."""
-    for line in reversed(read_bytes(log).split(b"\n") if log.exists() else []):
+    if not log.exists():
+        return -1
+    for line in reversed(read_bytes(log).split(b"\n")):
         with suppress(ValueError):
             return _step_of(log, parse_line(log, 0, line, ""))
     return -1

@@ -48,7 +48,9 @@ class RunLogs:
     def config(self) -> Tree:
         """The resolved config; {} if there is none."""
         path = self.path / "config.yaml"
-        return load(path) if path.is_file() and path.stat().st_size else {}
+        if not path.is_file() or not path.stat().st_size:
+            return {}
+        return load(path)
 
     @cached_property
     def metrics(self) -> list[Line]:
@@ -82,7 +84,9 @@ class RunLogs:
     def env_steps(self) -> Series:
         """Steps, and the env steps done after each; empty if the run counts none."""
         found = series_of(self.team, "env_steps")
-        return found if len(found.y) and found.y[-1] > 0 else Series(np.zeros(0), np.zeros(0))
+        if len(found.y) and found.y[-1] > 0:
+            return found
+        return Series(np.zeros(0), np.zeros(0))
 
     @property
     def x_title(self) -> str:
@@ -92,7 +96,9 @@ class RunLogs:
     def series(self, lines: Iterable[Line], key: str) -> Series:
         """Returns a metric of these lines over env steps if the run counts them, else over training steps done."""
         steps, values = series_of(lines, key)
-        return Series(counter_at(steps, *self.env_steps) if len(self.env_steps.x) else steps + 1, values)
+        if len(self.env_steps.x):
+            return Series(counter_at(steps, *self.env_steps), values)
+        return Series(steps + 1, values)
 
 
 def group_lines(lines: Iterable[Line], key: str) -> dict[str, list[Line]]:
@@ -159,8 +165,12 @@ def clip_x(series: Series, low: float | None, high: float | None) -> Series:
     """Returns the part of a series with low <= x <= high, with one more point at either side so that lines reach the
     border."""
     x, y = series
-    first = 0 if low is None else max(0, int(np.searchsorted(x, low)) - 1)
-    last = len(x) if high is None else min(len(x), int(np.searchsorted(x, high, "right")) + 1)
+    first = 0
+    last = len(x)
+    if low is not None:
+        first = max(0, int(np.searchsorted(x, low)) - 1)
+    if high is not None:
+        last = min(len(x), int(np.searchsorted(x, high, "right")) + 1)
     return Series(x[first:last], y[first:last])
 
 
@@ -206,7 +216,7 @@ def band_bounds(y: np.ndarray, band: str) -> tuple[np.ndarray, np.ndarray]:
     sd = y.std(0, ddof=1)
     if band == "range":
         return y.min(0), y.max(0)
-    half = sd if band == "sd" else stdtrit(len(y) - 1, 0.975) * sd / len(y) ** 0.5
+    half = stdtrit(len(y) - 1, 0.975) * sd / len(y) ** 0.5 if band != "sd" else sd
     return mean - half, mean + half
 
 
@@ -219,7 +229,7 @@ def end_windows(lines: Sequence[Line]) -> tuple[Sequence[Line], Sequence[Line], 
     size = max(1, min(MAX_WINDOW_LINES, len(lines) // 3))
     if len(lines) < 2:
         return lines[:0], lines, "the only line"
-    which = "first and last line" if size == 1 else f"means of the first and last {size} lines"
+    which = f"means of the first and last {size} lines" if size > 1 else "first and last line"
     return lines[:size], lines[-size:], f"{which} of {len(lines)}"
 
 

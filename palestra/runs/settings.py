@@ -89,8 +89,10 @@ def read_meta(path: Path, *, needs_config: bool = True) -> dict[str, Any]:
 
 
 def _first(changed: list[str]) -> str:
-    more = f"; and {len(changed) - MAX_SHOWN} more" if len(changed) > MAX_SHOWN else ""
-    return "; ".join(changed[:MAX_SHOWN]) + more
+    shown = changed[:MAX_SHOWN]
+    if len(changed) > MAX_SHOWN:
+        shown.append(f"and {len(changed) - MAX_SHOWN} more")
+    return "; ".join(shown)
 
 
 RESTORE_HINT = "bring it back from a copy, or start a new run"

@@ -55,7 +55,8 @@ def system_samples(path: Path, log: MetricLog) -> Iterator[Sample]:
         if row["seen"] is not None:
             yield Sample("worker_seen_timestamp_seconds", labels, row["seen"])
     pid = writing_process(path / ".lock")
-    for each in [pid, *descendant_pids(pid)] if pid else []:
+    pids = [pid, *descendant_pids(pid)] if pid else []
+    for each in pids:
         info = process_info(each)
         labels = {"pid": str(each), "name": str(info.get("name", ""))}
         known = {"memory_bytes": info.get("memory"), "threads": info.get("threads"), "cpu_seconds": cpu_seconds(each)}
@@ -74,7 +75,10 @@ def worker_rows(log: MetricLog) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"kind": str(last.get("kind", "")), "where": str(last.get("where", name))}
         row |= {key: float(log.column(name, key)[1].sum()) for key in COUNTERS}
         seen = log.column(name, "seen")[1]
-        rows.append(row | {"seen": float(seen.max()) if len(seen) else None, "why": str(last.get("why", ""))[:2000]})
+        row |= {"seen": None, "why": str(last.get("why", ""))[:2000]}
+        if len(seen):
+            row["seen"] = float(seen.max())
+        rows.append(row)
     return rows
 
 
@@ -103,8 +107,10 @@ def process_table(pids: list[int]) -> list[dict[str, Any]]:
     rows = []
     for pid, earlier in zip(pids, before, strict=True):
         now = cpu_seconds(pid)
-        used = {} if now is None or earlier is None else {"cpu": max(0.0, now - earlier) / seconds}
-        rows.append(process_info(pid) | used)
+        row = process_info(pid)
+        if now is not None and earlier is not None:
+            row["cpu"] = max(0.0, now - earlier) / seconds
+        rows.append(row)
     return rows
 
 
@@ -177,7 +183,9 @@ class ResourceMeter:
         wall_s = now[0] - self._before[0]
         cpu_s = now[1] - self._before[1]
         self._before = now
-        found = {"cpu_percent": 100 * cpu_s / wall_s} if wall_s > 0 else {}
+        found: Metrics = {}
+        if wall_s > 0:
+            found["cpu_percent"] = 100 * cpu_s / wall_s
         return found | _resident_memory() | _gpu_memory()
 
 

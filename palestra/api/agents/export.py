@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from palestra.api.console import require_packages
+from palestra.vector.nets.normalise import normalise
 from palestra.vector.policies.frozen import NetMember
 
 CHECKED_GAMES = 64
@@ -44,8 +46,7 @@ class GreedyNetwork(nn.Module):
 
     def forward(self, obs: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         by_seat = obs[:, None].expand(-1, self.mapping.num_seats, *obs.shape[1:])
-        x = self.mapping.network_inputs(by_seat, 1)[:, :, 0]
-        x = self.norm.normalise(x) if self.norm else x
+        x = normalise(self.norm, self.mapping.network_inputs(by_seat, 1)[:, :, 0])
         state: list[Tensor] = []
         if self.net.recurrent_units:
             unrolled, memories = self.net.unroll(x[:, None], rest[0][None])
@@ -54,14 +55,16 @@ class GreedyNetwork(nn.Module):
             state = [memories[0, 0]]
         else:
             out = self.net(x)
-        action = self.head.mode(out, rest[-1][None] if self.num_actions else None)
+        action_mask = rest[-1][None] if self.num_actions else None
+        action = self.head.mode(out, action_mask)
         return action[0], out[0], *state
 
     def random_inputs(self, example: np.ndarray) -> tuple[Tensor, ...]:
         """Returns inputs of `CHECKED_GAMES` games; `example` is an observation."""
         rng = np.random.default_rng(0)
-        rows = rng.normal(size=(CHECKED_GAMES, *example.shape))
-        obs = rng.integers(256, size=rows.shape) if example.dtype == np.uint8 else rows
+        obs: np.ndarray = rng.normal(size=(CHECKED_GAMES, *example.shape))
+        if example.dtype == np.uint8:
+            obs = rng.integers(256, size=obs.shape)
         inputs = [torch.from_numpy(obs.astype(example.dtype))]
         if units := self.net.recurrent_units:
             inputs.append(torch.from_numpy(rng.uniform(-1, 1, (CHECKED_GAMES, units)).astype(np.float32)))
@@ -100,7 +103,9 @@ def export_network(member: NetMember, example: np.ndarray, num_actions: int | No
 def _write(network: GreedyNetwork, inputs: tuple[Tensor, ...], path: Path) -> None:
     """Writes the model, for any number of games. Raises ValueError if torch cannot express it in ONNX."""
     games = {0: torch.export.Dim("games")}
-    shapes = (games, (games,) * (len(inputs) - 1)) if len(inputs) > 1 else (games,)
+    shapes: tuple[Any, ...] = (games,)
+    if len(inputs) > 1:
+        shapes = (games, (games,) * (len(inputs) - 1))
     try:
         torch.onnx.export(
             network,

@@ -48,7 +48,8 @@ def load_agent(
 
     Raises ValueError if there is no such agent, or several and no name.
     """
-    found = find_agents(Path(path), [name] if name else [], checkpoint)
+    names = [name] if name else []
+    found = find_agents(Path(path), names, checkpoint)
     if len(found) > 1:
         raise ValueError(f"{path} has several agents: name one of {', '.join(agent.name for agent in found)}")
     (agent,) = found
@@ -65,7 +66,9 @@ class LanguageAgent:
     def __init__(self, agent: TrainedAgent, device: str, greedy: bool, seed: int) -> None:
         self.name = agent.name
         self._served = ServedAgent(agent, Engines(device, max_num_seqs=1))
-        self._settings: dict[str, Any] = {"temperature": 0.0} if greedy else {}
+        self._settings: dict[str, Any] = {}
+        if greedy:
+            self._settings["temperature"] = 0.0
         self._seeds = np.random.default_rng(seed)
 
     def act(self, messages: str | Sequence[Mapping[str, Any]], **sampling: Any) -> str:
@@ -78,8 +81,9 @@ class LanguageAgent:
             raise ValueError(f"act takes no setting {min(unknown)!r}: it takes {', '.join(sorted(SAMPLING_KEYS))}")
         if not messages:
             raise ValueError(f"there is nothing that {self.name} could answer: give a text, or messages")
-        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
-        chat = parse_conversation([dict(turn) if isinstance(turn, Mapping) else turn for turn in turns])
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        chat = parse_conversation([dict(turn) if isinstance(turn, Mapping) else turn for turn in messages])
         settings = {"seed": int(self._seeds.integers(2**63)), **self._settings, **sampling}
         call = ChatCall(self.name, chat, settings)
         return call_outside_loop(lambda: asyncio.run(self._served.answer(call))).text
@@ -107,11 +111,10 @@ class NetworkAgent:
             first = env.reset(np.zeros(1, np.int64))
             self._shape = first.obs.shape[2:]
             self._dtype = first.obs.dtype
-            self._num_actions = None if first.action_mask is None else first.action_mask.shape[-1]
-            # a game of PettingZoo's or Gymnasium's interface, which has encoders and decoders
-            inner = env.inner if isinstance(env, PackageVectorEnv) else env
-            game: Any = inner.single_envs[0] if isinstance(inner, SyncVectorEnv) else None
-            self._game = game if hasattr(game, "obs_encoders") else None
+            self._num_actions: int | None = None
+            if first.action_mask is not None:
+                self._num_actions = first.action_mask.shape[-1]
+            self._game = _find_converter(env)
         finally:
             env.close()
         if self._player.net.plays_team:
@@ -139,9 +142,12 @@ class NetworkAgent:
             if action_mask is not None:
                 raise ValueError("the observation has an action_mask, and another one is given: leave one out")
             action_mask, obs = obs["action_mask"], without_action_mask(obs)
-        rows = np.asarray(obs if self._game is None else self._game.obs_encoders[self._column].encode(obs))
+        if self._game is not None:
+            obs = self._game.obs_encoders[self._column].encode(obs)
+        rows = np.asarray(obs)
         is_single = rows.ndim == len(self._seat_shape)
-        rows = rows[None] if is_single else rows
+        if is_single:
+            rows = rows[None]
         if rows.shape[1:] != tuple(self._seat_shape):
             shape = tuple(self._seat_shape)
             raise ValueError(f"{self.name} observes arrays of shape {shape} (or several: [B, ...]), not {rows.shape}")
@@ -177,7 +183,7 @@ class NetworkAgent:
         if action_mask is not None:
             step.action_mask = self._masks(action_mask, B)
         actions, _, self._state = self._player.act(step, self._state, is_first)
-        mask = None if step.action_mask is None else step.action_mask[:, [self._column]]
+        mask = step.action_mask[:, [self._column]] if step.action_mask is not None else None
         return [self._decode(action) for action in clip_actions((self._space,), actions[:, :1], mask)[:, 0]]
 
     def _masks(self, action_mask: Any, num_games: int) -> np.ndarray:
@@ -200,7 +206,19 @@ class NetworkAgent:
         """Returns an action [...] of the network as the env takes it."""
         if self._game is not None:
             return self._game.action_decoders[self._column].decode(action)
-        return int(action) if isinstance(self._space, Discrete) else action
+        if isinstance(self._space, Discrete):
+            return int(action)
+        return action
+
+
+def _find_converter(env: VectorEnv) -> Any:
+    """Returns the game of PettingZoo's or Gymnasium's interface in an env, which has encoders and decoders; None for
+    palestra's own envs."""
+    if isinstance(env, PackageVectorEnv):
+        env = env.inner
+    if not isinstance(env, SyncVectorEnv) or not hasattr(env.single_envs[0], "obs_encoders"):
+        return None
+    return env.single_envs[0]
 
 
 def _seat_of(name: str, run: Path, tree: Tree, env: VectorEnv) -> Seat:

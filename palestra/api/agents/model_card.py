@@ -26,8 +26,11 @@ HUB_REPO = re.compile(r"[\w.-]+/[\w.-]+")
 def model_card(agent: TrainedAgent, *, base: str, licence: str | None, folder: str) -> str:
     """Returns the README.md of an agent published in a folder named `folder`: Markdown with the Hugging Face Hub's YAML
     header."""
-    tree = load(agent.run / "config.yaml") if agent.run else {}
-    evals = group_lines(read_lines(agent.run / "evals.jsonl"), "name") if agent.run else {}
+    tree: Tree = {}
+    evals: dict[str, list[Tree]] = {}
+    if agent.run:
+        tree = load(agent.run / "config.yaml")
+        evals = group_lines(read_lines(agent.run / "evals.jsonl"), "name")
     past_evals = {name: _until(lines, agent.step) for name, lines in evals.items()}
     head = _front(agent, base, licence, tree, {name: lines for name, lines in past_evals.items() if lines})
     sections = [
@@ -51,14 +54,20 @@ def _until(lines: list[Tree], step: int | None) -> list[Tree]:
 
 def _front(agent: TrainedAgent, base: str, licence: str | None, tree: Tree, evals: dict[str, list[Tree]]) -> Tree:
     """Returns the YAML header as a tree. The base is left out if it is not a repository of the hub."""
-    hub = base if HUB_REPO.fullmatch(base) else None
-    adapter = agent.kind == "adapter"
-    head: Tree = {"base_model": hub} if hub else {}
-    if agent.kind != "network":
-        head |= {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation"}
-    tags = ["palestra", "reinforcement-learning", "multi-agent", *(["lora"] if adapter else [])]
+    is_on_hub = HUB_REPO.fullmatch(base)
+    libraries = {"adapter": "peft", "model": "transformers"}
+    head: Tree = {}
+    if is_on_hub:
+        head["base_model"] = base
+    if agent.kind in libraries:
+        head |= {"library_name": libraries[agent.kind], "pipeline_tag": "text-generation"}
+    tags = ["palestra", "reinforcement-learning", "multi-agent"]
+    if agent.kind == "adapter":
+        tags.append("lora")
     tags += [*_envs(tree), *_learns(agent, tree).split(", then ")]
-    head["tags"] = list(dict.fromkeys(filter(None, tags))) + ([f"base_model:adapter:{hub}"] if hub and adapter else [])
+    head["tags"] = list(dict.fromkeys(filter(None, tags)))
+    if is_on_hub and agent.kind == "adapter":
+        head["tags"].append(f"base_model:adapter:{base}")
     if licence:
         head["license"] = licence
     if results := [result for name, lines in evals.items() for result in _index(name, lines[-1], tree)]:
@@ -87,20 +96,19 @@ def _what(agent: TrainedAgent, base: str, tree: Tree) -> str:
     base = _describe_base(base)
     kinds = {"adapter": f"A LoRA adapter for {base}", "model": f"A language model, trained from {base}"}
     what = kinds.get(agent.kind, "A small network that plays a vectorised game")
-    env = ", ".join(_envs(tree))
-    learns = _learns(agent, tree)
-    trained = f", trained in {env} by {learns}" if env else ""
-    return f"{what}{trained} with palestra. Its name there is `{agent.versioned_name}`: {agent.version} updates."
+    if envs := _envs(tree):
+        what += f", trained in {', '.join(envs)} by {_learns(agent, tree)}"
+    return f"{what} with palestra. Its name there is `{agent.versioned_name}`: {agent.version} updates."
 
 
 def _describe_base(base: str) -> str:
     if base in PACKAGED_BASES:
         return f"`{base}`, of the package {PACKAGED_BASES[base].package}"
-    return (
-        f"`{base}`, which ships with palestra"
-        if _is_known(base)
-        else f"`{Path(base).name if base[:1] in './~' else base}`"
-    )
+    if _is_known(base):
+        return f"`{base}`, which ships with palestra"
+    if base[:1] in "./~":
+        return f"`{Path(base).name}`"
+    return f"`{base}`"
 
 
 def _is_known(base: str) -> bool:
@@ -122,7 +130,6 @@ def _results(evals: dict[str, list[Tree]]) -> list[str]:
 
 
 def _row(name: str, lines: list[Tree]) -> list[str]:
-    first = lines[0] if lines[0]["step"] < 0 else None
     last = lines[-1]
     columns: list[tuple[str, Callable[[Tree], str]]] = [
         (what, partial(success_interval, key=key)) for key, what in success_keys(last).items()
@@ -130,17 +137,22 @@ def _row(name: str, lines: list[Tree]) -> list[str]:
     if "return" in return_keys(last):
         columns.append(("return", format_return))
     columns += [(f"return of {seat}", partial(_own, seat)) for seat in paid_seats(last)]
-    head = f"| {_cell(name)} | {valid_instances(last):.0f} |"
-    return [
-        f"{head} {_cell(key)} | {format_value(first) if first else '-'} | {format_value(last)} |"
-        for key, format_value in columns
-    ]
+    rows = []
+    for key, format_value in columns:
+        first = format_value(lines[0]) if lines[0]["step"] < 0 else "-"
+        cells = [_cell(name), f"{valid_instances(last):.0f}", _cell(key), first, format_value(last)]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
 
 
 def _own(seat: str, line: Tree) -> str:
     value = line["returns"].get(seat)
     half = line.get("returns_ci95", {}).get(seat)
-    return "-" if value is None else f"{value:.2f}" + (f" ± {half:.2f}" if half is not None else "")
+    if value is None:
+        return "-"
+    if half is None:
+        return f"{value:.2f}"
+    return f"{value:.2f} ± {half:.2f}"
 
 
 def _cell(text: str) -> str:
@@ -176,8 +188,6 @@ def _loading(agent: TrainedAgent, base: str, folder: str) -> str:
             "As a policy in a config of palestra:\n\n```yaml\npolicies:\n"
             f"  rival: {{type: frozen, path: {folder}}}\n```"
         )
-    shipped = _is_known(base)
-    where = f'resolve_base("{base}")' if shipped else f'"{base}"'
     serve = f"With palestra, behind an OpenAI-compatible endpoint:\n\n```bash\npalestra serve-agent {folder}\n```"
     if agent.kind == "model":
         code = f'from transformers import pipeline\n\npipe = pipeline("text-generation", "{folder}")'
@@ -185,18 +195,20 @@ def _loading(agent: TrainedAgent, base: str, folder: str) -> str:
         return f"```python\n{code}\n```\n\nWith vLLM:\n\n{vllm}\n\n{serve}"
     about = read_adapter_config(agent.folder)
     rank = max([about.r, *(about.rank_pattern or {}).values()])
-    first = "from palestra.engine.bases.model import resolve_base  # finds a base by its name\n" if shipped else ""
+    first = ""
+    where = f'"{base}"'
+    served = base
+    if _is_known(base):
+        first = "from palestra.engine.bases.model import resolve_base  # finds a base by its name\n"
+        where = f'resolve_base("{base}")'
+        code_of_base = f"from palestra.engine.bases.model import resolve_base as r; print(r('{base}'))"
+        served = f'"$(python -c "{code_of_base}")"'
     code = (
         f"{first}from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f"base = {where}\ntokenizer = AutoTokenizer.from_pretrained(base)\n"
         f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "{folder}")'
     )
-    code_of_base = f"from palestra.engine.bases.model import resolve_base as r; print(r('{base}'))"
-    served = f'"$(python -c "{code_of_base}")"'
-    vllm = (
-        f"vllm serve {served if shipped else base} --enable-lora --max-lora-rank {_vllm_rank(rank)} "
-        f"--lora-modules {agent.name}={folder}"
-    )
+    vllm = f"vllm serve {served} --enable-lora --max-lora-rank {_vllm_rank(rank)} --lora-modules {agent.name}={folder}"
     return f"With `peft`:\n\n```python\n{code}\n```\n\nWith vLLM:\n\n```bash\n{vllm}\n```\n\n{serve}"
 
 
@@ -206,7 +218,11 @@ def _vllm_rank(rank: int) -> int:
 
 
 def _licence(agent: TrainedAgent, base: str, licence: str | None) -> str:
+    if licence and base:
+        return f"These weights: {licence}. The base has a license of its own."
     if licence:
-        return f"These weights: {licence}. The base has a license of its own." if base else f"These weights: {licence}."
-    rest = " Weights derived from a base remain under that base's license." if base else ""
-    return f"None was stated when these weights were published.{rest}"
+        return f"These weights: {licence}."
+    text = "None was stated when these weights were published."
+    if base:
+        text += " Weights derived from a base remain under that base's license."
+    return text

@@ -43,8 +43,9 @@ def check_model_files(folder: Path) -> None:
     num_tensors = sum(_num_tensors(check_is_file(file)) for file in sorted(folder.glob("*.safetensors")))
     config = read_json(folder / "config.json", dict, {})
     for counts in (config, config.get("text_config")):
-        layers = [counts.get(key) for key in LAYER_COUNTS] if isinstance(counts, dict) else []
-        if num_tensors and any(isinstance(count, int) and count > num_tensors for count in layers):
+        if not isinstance(counts, dict) or not num_tensors:
+            continue
+        if any(isinstance(count, int) and count > num_tensors for count in map(counts.get, LAYER_COUNTS)):
             raise DamagedFile(f"{folder / 'config.json'} has more layers than there are weights beside it")
     if templates := list(_chat_templates(folder)):
         _render(folder, templates)
@@ -65,8 +66,11 @@ def _chat_templates(folder: Path) -> Iterator[str]:
             yield read_bytes(file, MAX_TEMPLATE_BYTES).decode(errors="replace")
     for name in ("tokenizer_config.json", "chat_template.json"):
         template = read_json(folder / name, dict, {}).get("chat_template")
-        named = template if isinstance(template, list) else [{"template": template}]
-        yield from (one["template"] for one in named if isinstance(one, dict) and isinstance(one.get("template"), str))
+        if not isinstance(template, list):
+            template = [{"template": template}]
+        for named in template:
+            if isinstance(named, dict) and isinstance(named.get("template"), str):
+                yield named["template"]
 
 
 def _render(folder: Path, templates: list[str]) -> None:

@@ -46,7 +46,9 @@ def publish(
             save_merged(agent, folder)
         else:
             copy_weights(agent, folder, base_name)
-        settings = agent.lm_settings | ({"base": base_name} if base_name and agent.kind != "network" else {})
+        settings = dict(agent.lm_settings)
+        if base_name and agent.kind != "network":
+            settings["base"] = base_name
         published = replace(agent, lm_settings=settings)
         if merge:  # a merged model has the weights as they were dequantised
             published = replace(published, kind="model", folder=out, lm_settings=settings | {"quantize": None})
@@ -85,13 +87,17 @@ def push_to_hub(folder: Path, repo: str) -> None:
 def copy_weights(agent: TrainedAgent, folder: Path, base_name: str | None) -> None:
     """Copies the weight files, without training state; sets an adapter's base to `base_name` if given. Raises
     ValueError if PEFT would not read the adapter as it was trained."""
-    left_out = (*TRAINING_FILES[:-1], "reference") if agent.kind == "network" else (*TRAINING_FILES, "reference")
+    left_out = {*TRAINING_FILES, "reference"}
+    if agent.kind == "network":
+        left_out.remove(TRAINING_FILES[-1])
     for path in agent.folder.iterdir():
         if path.is_file() and path.name not in left_out:
             shutil.copyfile(path, folder / path.name)
     if agent.kind == "adapter":
         config = read_json(folder / "adapter_config.json", dict)
-        changed = make_readable(agent, config) | ({"base_model_name_or_path": base_name} if base_name else {})
+        changed = dict(make_readable(agent, config))
+        if base_name:
+            changed["base_model_name_or_path"] = base_name
         if changed != config:
             (folder / "adapter_config.json").write_text(json.dumps(changed, indent=2))
 

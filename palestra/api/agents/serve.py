@@ -88,11 +88,17 @@ def _passed_on(source: Future[ChatReply], to: Future[str | ChatReply]) -> None:
     def copy_result(source: Future[ChatReply]) -> None:
         if to.cancelled() or source.cancelled():
             return
-        error = source.exception()
-        to.set_exception(error) if error else to.set_result(source.result())
+        if error := source.exception():
+            to.set_exception(error)
+        else:
+            to.set_result(source.result())
+
+    def pass_on_cancel(to: Future[str | ChatReply]) -> None:
+        if to.cancelled():
+            source.cancel()
 
     source.add_done_callback(copy_result)
-    to.add_done_callback(lambda to: source.cancel() if to.cancelled() else None)
+    to.add_done_callback(pass_on_cancel)
 
 
 class ServedAgent:
@@ -160,8 +166,9 @@ class ServedAgent:
         """Returns the prompt tokens [P] of a conversation. Raises ValueError if it is too long or the chat template
         fails."""
         with _template_errors():
-            encoder = self.plain_encoder if self.context_limit.check(chat) > MAX_CACHED_CHARS else self.caching_encoder
-            return encoder.encode_conversation(chat)
+            if self.context_limit.check(chat) > MAX_CACHED_CHARS:
+                return self.plain_encoder.encode_conversation(chat)
+            return self.caching_encoder.encode_conversation(chat)
 
     def _with_role(self, chat: Chat) -> Chat:
         """Returns the conversation with the agent's role as system message, if it has none."""
@@ -178,8 +185,9 @@ class ServedAgent:
         if "max_completion_tokens" in settings:
             changes["max_tokens"] = settings["max_completion_tokens"]
         if "stop" in settings:
-            stop = settings["stop"]
-            changes["stop"] = [stop] if isinstance(stop, str) else stop
+            changes["stop"] = settings["stop"]
+            if isinstance(changes["stop"], str):
+                changes["stop"] = [changes["stop"]]
         validate(SamplingConfig, changes)
         return self.policy.with_sampling(changes) if changes else self.policy
 
@@ -250,10 +258,14 @@ def read_api_key(variable: str | None, file: Path | None) -> str | None:
     """
     if variable and file:
         raise ValueError("pass only one of --key-env and --key-file")
-    key = os.environ.get(variable, "") if variable else ""
+    key = ""
+    where = str(file)
+    if variable:
+        key = os.environ.get(variable, "")
+        where = f"the variable {variable}"
     if file:
         with contextlib.suppress(OSError, IndexError):
             key = file.read_text(encoding="utf-8").splitlines()[0].strip()
     if (variable or file) and not key.strip():
-        raise ValueError(f"there is no key in {f'the variable {variable}' if variable else file}")
+        raise ValueError(f"there is no key in {where}")
     return key.strip() or None

@@ -216,7 +216,9 @@ def _members(path: Path, tree: Tree) -> dict[str, TrainedAgent]:
     paths = {name: path_inside(path / "members", name) for name in names}
     players = {member.name: member.player for member in members}
     speech = _lm_settings(tree)
-    roles = dict(make_env(**tree["env"]).roles) if speech else {}
+    roles: dict[str, str] = {}
+    if speech:
+        roles = dict(make_env(**tree["env"]).roles)
     anybody = next(iter(roles.values()), "")  # for a population that plays every seat
     return {
         name: _agent(name, folder, path, None, speech, roles.get(players.get(name, ""), anybody))

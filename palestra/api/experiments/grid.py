@@ -115,8 +115,10 @@ def grid_cells(grid: GridConfig, folder: Path, only: Sequence[str] = ()) -> list
     "spread-*". Raises ValueError if a config cannot be read, or a pattern matches nothing."""
     trees = {}
     for name, task in grid.tasks.items():
-        beside = folder / task.config
-        trees[name] = load(beside if beside.is_file() else find_config(Path(task.config)))
+        path = folder / task.config
+        if not path.is_file():
+            path = find_config(Path(task.config))
+        trees[name] = load(path)
     cells = [
         GridCell(task, algorithm, seed, _cell_tree(grid, trees[task], task, algorithm) | {"seed": seed})
         for task, algorithm, seed in grid.keys

@@ -113,7 +113,9 @@ def final_value(logs: RunLogs, evaluation: str | None, metric: str | None) -> tu
     if name not in logs.evals:
         raise ValueError(f"{logs.path} has no evaluation to score: add evals: to the config, or name one with eval:")
     lines = logs.evals[name]
-    wanted = [metric] if metric else METRICS
+    wanted: Sequence[str] = METRICS
+    if metric:
+        wanted = [metric]
     for candidate in wanted:
         if any(candidate in line for line in lines) or len(series_of(lines, candidate).y):
             return candidate, _last_value(logs, lines, candidate, f"the last evaluation {name}")
@@ -192,7 +194,10 @@ def results_section(results: GridResults, data: dict[str, Any], figure: str) -> 
             "",
             "Normalised scores (0 and 1 are the ends of each task's `score_range`) over all tasks and seeds, with 95 %",
             "intervals of a stratified bootstrap (Agarwal et al., 2021).",
-            *([f"Of {seeds} a bootstrap makes too narrow intervals."] if 1 < len(grid.seeds) < FEW_SEEDS else []),
+        ]
+        if 1 < len(grid.seeds) < FEW_SEEDS:
+            lines.append(f"Of {seeds} a bootstrap makes too narrow intervals.")
+        lines += [
             "",
             f"![aggregates and performance profiles]({figure})",
             "",
@@ -228,15 +233,19 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[
 def format_estimate(estimate: dict[str, Any]) -> str:
     """Formats an estimate with its interval: "0.82 [0.75, 0.88]"."""
     value, bounds = Estimate(**estimate)
-    return f"{value:.3f}" if bounds is None else f"{value:.3f} [{bounds[0]:.3f}, {bounds[1]:.3f}]"
+    if bounds is None:
+        return f"{value:.3f}"
+    return f"{value:.3f} [{bounds[0]:.3f}, {bounds[1]:.3f}]"
 
 
 def format_values(values: Sequence[float]) -> str:
     """Formats values over seeds: "-21.4 ± 0.3 (5)", or "-" if there is none."""
     if not values:
         return "-"
-    spread = f" ± {np.std(values, ddof=1):.3g}" if len(values) > 1 else ""
-    return f"{np.mean(values):.4g}{spread} ({len(values)})"
+    mean = f"{np.mean(values):.4g}"
+    if len(values) > 1:
+        mean += f" ± {np.std(values, ddof=1):.3g}"
+    return f"{mean} ({len(values)})"
 
 
 # ---- the figure

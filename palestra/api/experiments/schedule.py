@@ -107,7 +107,9 @@ def finished_cells(root: Path) -> set[str]:
 def _statuses(root: Path) -> dict[str, str]:
     """Returns the last status of each cell that ended."""
     path = root / CELLS_FILE
-    return {line["cell"]: line["status"] for line in (read_lines(path) if path.exists() else [])}
+    if not path.exists():
+        return {}
+    return {line["cell"]: line["status"] for line in read_lines(path)}
 
 
 def run_cells(
@@ -155,14 +157,18 @@ def run_cells(
 
 
 def _result(cell: GridCell, code: int, seconds: float, root: Path) -> CellResult:
-    if code == 0 or code == STOPPED:
-        return CellResult(cell, "stopped" if code else "done", seconds)
+    if code == 0:
+        return CellResult(cell, "done", seconds)
+    if code == STOPPED:
+        return CellResult(cell, "stopped", seconds)
     if code == NO_FOLDER:
         where = f"the node that was to train it has no {root.resolve()} or no {Path.cwd()}"
         return CellResult(cell, "failed", seconds, f"{where}: a grid on Ray needs a file system that all nodes share")
     log = root / LOGS / f"{cell.name}.txt"
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []
-    reason = lines[-1] if lines and code == FAILED else exit_reason(code)
+    reason = exit_reason(code)
+    if code == FAILED and log.exists():
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        reason = [reason, *lines][-1]
     return CellResult(cell, "failed", seconds, reason)
 
 

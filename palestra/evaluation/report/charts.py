@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from palestra.core.files import replacing_file
-from palestra.evaluation.report.html import escape_text, visible_text
+from palestra.evaluation.report.html import block, escape_text, visible_text
 from palestra.runs.series import Series, thin
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe & Ito (2008): colour-blind safe
@@ -129,8 +129,9 @@ class Chart:
     @property
     def legend_labels(self) -> list[str]:
         """The labels of the legend; none for a single curve or for too many."""
-        names = [shorten(curve.name, LEGEND_CHARS) for curve in self.legend_curves]
-        return names if 1 < len(names) <= MAX_LEGEND else []
+        if not 1 < len(self.legend_curves) <= MAX_LEGEND:
+            return []
+        return [shorten(curve.name, LEGEND_CHARS) for curve in self.legend_curves]
 
     @property
     def legend_columns(self) -> int:
@@ -196,7 +197,7 @@ class HeatMap:
     def scale(self) -> float:
         """The magnitude that has the full colour."""
         known = self.values[np.isfinite(self.values)]
-        return self.max_value or (float(np.abs(known).max()) if len(known) else 0.0) or 1.0
+        return self.max_value or float(np.abs(known).max(initial=0.0)) or 1.0
 
     def draw(self, axis: Any) -> None:
         """Draws the heat map into matplotlib axes, with names, title and a colour bar: cell (i, j) is the unit square
@@ -207,10 +208,13 @@ class HeatMap:
         above = COLOURS[0]
         below = COLOURS[1]
         paper = matplotlib.rcParams["figure.facecolor"]
-        has_negative = bool((self.values < 0).any())
-        colours = LinearSegmentedColormap.from_list("cells", [below, paper, above] if has_negative else [paper, above])
+        shades = [paper, above]
+        lowest = 0.0
+        if (self.values < 0).any():
+            shades = [below, paper, above]
+            lowest = -self.scale
+        colours = LinearSegmentedColormap.from_list("cells", shades)
         known = np.ma.masked_invalid(self.values)
-        lowest = -self.scale if has_negative else 0.0
         grid = {"edgecolors": _grid_colour(), "linewidth": 0.4}
         cells = axis.pcolormesh(known, cmap=colours, vmin=lowest, vmax=self.scale, **grid)
         if not self.row_zero_below:
@@ -298,8 +302,7 @@ def figure_html(figure: Chart | HeatMap) -> str:
 
 def figures_html(figures: Iterable[Chart | HeatMap]) -> str:
     """Returns charts and heat maps side by side, as HTML; "" if none has values."""
-    drawn = "".join(map(figure_html, figures))
-    return f'<div class="charts">{drawn}</div>' if drawn else ""
+    return block("charts", "".join(map(figure_html, figures)))
 
 
 def _svg_uri(figure: Chart | HeatMap, settings: dict[str, Any]) -> str:
@@ -343,8 +346,10 @@ def _set_limits(axis: Any, chart: Chart) -> None:
         if highest - lowest < 1e-6 * abs(highest):  # equal values, but for rounding
             bottom = lowest - 0.1 * abs(highest)
             top = highest + 0.1 * abs(highest)
-        bottom = chart.low if chart.low is not None and lowest >= chart.low else bottom
-        top = chart.high if chart.high is not None and highest <= chart.high else top
+        if chart.low is not None and lowest >= chart.low:
+            bottom = chart.low
+        if chart.high is not None and highest <= chart.high:
+            top = chart.high
         axis.set_ylim(bottom, top)
         axis.yaxis.set_major_locator(ticker.MaxNLocator(5, steps=[1, 2, 5, 10]))
     else:
@@ -356,9 +361,9 @@ def _set_limits(axis: Any, chart: Chart) -> None:
 
 def format_compact(value: float, _position: int | None = None) -> str:
     """Returns a compact number: 1234567 gives "1.235M", 0.00001 gives "1e-05". A formatter of matplotlib's ticks."""
-    for size, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if name == 'k' else size):.4g}{name}"
+    for least, size, name in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= least:
+            return f"{value / size:.4g}{name}"
     return f"{value:.4g}"
 
 
@@ -366,5 +371,7 @@ def shorten(name: str, chars: int = MAX_LABEL_CHARS) -> str:
     """Returns a name as one visible line of at most `chars` characters: start and end of a longer one, since names of
     members often differ at their ends only."""
     name = " ".join(visible_text(name).split())
+    if len(name) <= chars:
+        return name
     end = chars // 2
-    return name if len(name) <= chars else f"{name[: chars - end - 1]}…{name[-end:]}"
+    return f"{name[: chars - end - 1]}…{name[-end:]}"

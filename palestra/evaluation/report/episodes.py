@@ -24,7 +24,7 @@ def pick_samples(episodes: Sequence[Episode], count: int, seed: int) -> list[tup
     `seed`."""
     sound = sorted((e for e in episodes if e.error is None), key=episode_return, reverse=True)
     failed = [e for e in episodes if e.error is not None]
-    samples = [("the best", sound[0])] if sound else []
+    samples = [("the best", episode) for episode in sound[:1]]
     if len(sound) > 1:
         samples.append(("the worst", sound[-1]))
     if failed:
@@ -47,20 +47,26 @@ def episode_html(episode: Episode, label: str = "") -> str:
         new = [node for node in line if node.id not in shown]
         shown |= {node.id for node in new}
         inside = "".join(_turn(episode, node, {}) for node in new[:MAX_STEPS])
-        blocks.append(details(f"another trajectory, from step {new[0].depth} on", inside) if new else "")
-    failure = f'<p class="bad">failed: {escape_text(episode.error)}</p>' if episode.error is not None else ""
-    return f"<article>{_head(episode, label, lines)}{''.join(blocks)}{failure}</article>"
+        if new:
+            blocks.append(details(f"another trajectory, from step {new[0].depth} on", inside))
+    if episode.error is not None:
+        blocks.append(f'<p class="bad">failed: {escape_text(episode.error)}</p>')
+    return f"<article>{_head(episode, label, lines)}{''.join(blocks)}</article>"
 
 
 def _head(episode: Episode, label: str, lines: list[list[Node]]) -> str:
     seats = ", ".join(f"{escape_text(seat)}: {escape_text(policy)}" for seat, policy in episode.seats.items())
-    share = episode.success
-    won = "" if share is None else "success, " if share == 1 else f"{share:.0%} success, "
-    won += "".join(f"success of {escape_text(seat)}, " for seat, own in episode.seat_success.items() if own >= 0.5)
-    more = f", {len(lines)} trajectories" if len(lines) > 1 else ""
-    facts = f"{won}return {episode_return(episode):.3g}{more} · {len(episode.nodes)} joint steps tried · {seats}"
-    title = f"{escape_text(label)}: " if label else ""
-    return f"<h3>{title}{escape_text(episode.env)}, instance {episode.seed}</h3><p class=soft>{facts}</p>"
+    outcome = [f"success of {escape_text(seat)}" for seat, own in episode.seat_success.items() if own >= 0.5]
+    if episode.success == 1:
+        outcome.insert(0, "success")
+    elif episode.success is not None:
+        outcome.insert(0, f"{episode.success:.0%} success")
+    outcome.append(f"return {episode_return(episode):.3g}")
+    if len(lines) > 1:
+        outcome.append(f"{len(lines)} trajectories")
+    facts = f"{', '.join(outcome)} · {len(episode.nodes)} joint steps tried · {seats}"
+    title = ": ".join(escape_text(part) for part in (label, episode.env) if part)
+    return f"<h3>{title}, instance {episode.seed}</h3><p class=soft>{facts}</p>"
 
 
 def _turn(episode: Episode, node: Node, seen: dict[Seat, Any]) -> str:
@@ -71,24 +77,30 @@ def _turn(episode: Episode, node: Node, seen: dict[Seat, Any]) -> str:
     others = [other for other in episode.children(node.parent) if other is not node and not other.chosen]
     if others:
         rows = "".join(f"<li>{_sibling_html(other)}</li>" for other in others[:MAX_SIBLINGS])
-        left = f"<p class=soft>{len(others) - MAX_SIBLINGS} more</p>" if len(others) > MAX_SIBLINGS else ""
+        left = ""
+        if len(others) > MAX_SIBLINGS:
+            left = f"<p class=soft>{len(others) - MAX_SIBLINGS} more</p>"
         blocks.append(details(f"{len(others)} sibling{'s' * (len(others) > 1)}", f"<ul>{rows}</ul>{left}"))
     if node.done:
         end = "the end, cut off" if node.truncated else "the end"
-        blocks.append(
-            f"<p class=soft>{end}: {escape_text(json.dumps(node.info, default=str, ensure_ascii=False), 600)}</p>"
-        )
+        info = json.dumps(node.info, default=str, ensure_ascii=False)
+        blocks.append(f"<p class=soft>{end}: {escape_text(info, 600)}</p>")
     return f'<div class="turn">{"".join(blocks)}</div>'
 
 
 def _seat(node: Node, seat: Seat, seen: dict[Seat, Any]) -> str:
     answer = node.answers[seat]
-    shown = new_text(node.observations[seat], seen.get(seat)) if seat in node.observations else ""
+    shown = ""
+    if seat in node.observations:
+        shown = new_text(node.observations[seat], seen.get(seat))
     seen[seat] = node.observations.get(seat)
     notes = " · ".join(_notes(node, seat))
     head = f'<span class="who">{escape_text(seat)}</span> <span class="soft">step {node.depth} · {notes}</span>'
-    saw = details("what it saw", text_block(shown)) if len(shown) > 400 else text_block(shown)
-    return f"<div>{head}{saw if shown else ''}{text_block(with_thought(answer.text, answer.thought), 'said')}</div>"
+    if len(shown) > 400:
+        head += details("what it saw", text_block(shown))
+    elif shown:
+        head += text_block(shown)
+    return f"<div>{head}{text_block(with_thought(answer.text, answer.thought), 'said')}</div>"
 
 
 def _notes(node: Node, seat: Seat) -> Iterator[str]:
@@ -112,9 +124,15 @@ def _sibling_html(node: Node) -> str:
         f"{escape_text(seat)}: <q>{escape_text(answer.text, 200)}</q> {' · '.join(_notes(node, seat))}"
         for seat, answer in node.answers.items()
     )
-    return rewards + (f" · team {_signed_html(node.team_reward)}" if node.team_reward else "")
+    if node.team_reward:
+        rewards += f" · team {_signed_html(node.team_reward)}"
+    return rewards
 
 
 def _signed_html(value: float) -> str:
-    kind = "good" if value > 0 else "bad" if value < 0 else "soft"
+    kind = "soft"
+    if value > 0:
+        kind = "good"
+    elif value < 0:
+        kind = "bad"
     return f'<span class="{kind}">{value:+.3g}</span>'

@@ -24,8 +24,10 @@ def escape_text(value: Any, max_chars: int = MAX_TEXT_CHARS) -> str:
     """Returns `value` as escaped HTML text: control characters are made visible, text beyond `max_chars` characters is
     cut with a note."""
     shown = visible_text(value)
-    rest = len(shown) - max_chars
-    return html.escape(shown[:max_chars]) + (f" <i>[{rest} more letters]</i>" if rest > 0 else "")
+    text = html.escape(shown[:max_chars])
+    if len(shown) > max_chars:
+        text += f" <i>[{len(shown) - max_chars} more letters]</i>"
+    return text
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[Any]], *, css_class: str = "") -> str:
@@ -47,6 +49,11 @@ def section(title: str, *texts: str) -> str:
     return f"<section><h2>{escape_text(title)}</h2>\n{inside}</section>" if inside else ""
 
 
+def block(css_class: str, inside: str) -> str:
+    """Returns a block of the CSS class; "" if nothing is inside."""
+    return f'<div class="{css_class}">{inside}</div>' if inside else ""
+
+
 def notebook_html(inside: str) -> str:
     """Returns HTML for the output of a notebook's cell, with the style of the report."""
     return f'<div class="palestra"><style>{STYLE}</style>{inside}</div>'
@@ -59,10 +66,12 @@ def details(summary: str, inside: str) -> str:
 
 def text_block(value: Any, css_class: str = "") -> str:
     """Returns `value` as escaped preformatted text; `css_class` is its CSS class."""
-    max_chars = 20 * MAX_TEXT_CHARS if css_class == "config" else MAX_TEXT_CHARS
+    max_chars = MAX_TEXT_CHARS
+    if css_class == "config":
+        max_chars *= 20
     return f'<pre class="{css_class}">{escape_text(value, max_chars)}</pre>'
 
 
-def format_number(value: float | None, digits: int = 2) -> str:
-    """Returns a number with `digits` decimals; "-" for None."""
-    return "-" if value is None else f"{value:.{digits}f}"
+def format_number(value: float | None, digits: int = 2, kind: str = "f") -> str:
+    """Returns a number with `digits` decimals; "-" for None. `kind` "%" writes a share in percent."""
+    return "-" if value is None else f"{value:.{digits}{kind}}"

@@ -12,7 +12,7 @@ import yaml
 from palestra.core.config import hide_credentials, load
 from palestra.core.files import atomic_write
 from palestra.evaluation.report.episodes import episode_html, pick_samples
-from palestra.evaluation.report.html import details, escape_text, html_table, section, text_block
+from palestra.evaluation.report.html import block, details, escape_text, html_table, section, text_block
 from palestra.evaluation.report.population import population_sections
 from palestra.evaluation.report.run_charts import metric_charts
 from palestra.evaluation.report.style import STYLE
@@ -47,11 +47,16 @@ def report_html(run: Path, *, episodes: int = 6, step: int | None = None) -> str
     logs = RunLogs(run)
     meta = read_meta(run, needs_config=False)
     population = population_sections(run)
-    curves = "" if population else metric_charts(logs)
+    curves = ""
+    nothing = ""
+    if not population:
+        curves = metric_charts(logs)
+    if not (population or logs.team or logs.evals):
+        nothing = f"<p>{NOTHING_RECORDED}</p>"
     sections = [
         f"<header><h1>{escape_text(run.resolve().name)}</h1><p "
         f"class=soft>{escape_text(_what(tree, meta))}</p></header>",
-        "" if population or logs.team or logs.evals else f"<p>{NOTHING_RECORDED}</p>",
+        nothing,
         _damage_warning(run),
         metric_tiles(logs, tree),
         section("What was learned", eval_table(logs)),
@@ -73,21 +78,26 @@ def report_html(run: Path, *, episodes: int = 6, step: int | None = None) -> str
 
 def _damage_warning(run: Path) -> str:
     """Returns a paragraph on the first log that has lost or changed lines since the newest checkpoint, or ""."""
-    newest = list_checkpoints(run)[-1:]
-    changed = newest[0].find_changed_log(run) if newest else ""
-    return f"<p><strong>Damaged:</strong> {escape_text(changed)}.</p>" if changed else ""
+    for newest in list_checkpoints(run)[-1:]:
+        if changed := newest.find_changed_log(run):
+            return f"<p><strong>Damaged:</strong> {escape_text(changed)}.</p>"
+    return ""
 
 
 def _foldable(summary: str, inside: str) -> str:
     """Returns a section that is collapsed on screen and expanded in print."""
-    return details(escape_text(summary), inside).replace("<details>", '<details class="printed">', 1) if inside else ""
+    if not inside:
+        return ""
+    return details(escape_text(summary), inside).replace("<details>", '<details class="printed">', 1)
 
 
 def _what(tree: dict[str, Any], meta: dict[str, Any]) -> str:
     envs = [env["type"] for env in [tree.get("env") or {}, *(tree.get("envs") or {}).values()] if env.get("type")]
     learns = (tree.get("population") or {}).get("type") or algorithm_label(tree)
-    begun = f", begun {meta['created'][:16].replace('T', ' ')} UTC" if meta.get("created") else ""
-    return f"{', '.join(dict.fromkeys(envs)) or 'data'} by {learns}, seed {tree.get('seed', 0)}{begun}"
+    facts = [f"{', '.join(dict.fromkeys(envs)) or 'data'} by {learns}", f"seed {tree.get('seed', 0)}"]
+    if meta.get("created"):
+        facts.append(f"begun {meta['created'][:16].replace('T', ' ')} UTC")
+    return ", ".join(facts)
 
 
 def metric_tiles(logs: RunLogs, tree: dict[str, Any]) -> str:
@@ -109,15 +119,19 @@ def metric_tiles(logs: RunLogs, tree: dict[str, Any]) -> str:
         last = logs.team[-1]
         done = last["step"] + 1
         total = total_steps(tree)
-        counted = f"{done} of {total}" if total else f"{last.get('env_steps', done):,.0f}"
-        tiles.append((counted, "training steps" if total else "env steps" if "env_steps" in last else "tasks"))
+        if total:
+            tiles.append((f"{done} of {total}", "training steps"))
+        elif "env_steps" in last:
+            tiles.append((f"{last['env_steps']:,.0f}", "env steps"))
+        else:
+            tiles.append((f"{done:,.0f}", "tasks"))
         if last.get("nash_conv") is not None:
             tiles.append((f"{last['nash_conv']:.3f}", "NashConv"))
     shown = "".join(
         f'<div class="tile"><b>{escape_text(figure)}</b><span>{escape_text(what)}</span></div>'
         for figure, what in tiles
     )
-    return f'<div class="tiles">{shown}</div>' if shown else ""
+    return block("tiles", shown)
 
 
 def sample_section(run: Path, count: int, step: int | None, seed: int) -> str:
@@ -130,7 +144,9 @@ def sample_section(run: Path, count: int, step: int | None, seed: int) -> str:
         raise ValueError(f"{run} has no episodes of step {step}; it has those of: {have}")
     if not paths or not count:
         return ""
-    number = max(paths) if step is None else step
+    number = step
+    if number is None:
+        number = max(paths)
     episodes = load_episodes(paths[number])
     chosen = pick_samples(episodes, count, seed)
     caption = f"<p class=soft>{len(chosen)} of the {len(episodes)} of step {number}, as they were sampled.</p>"

@@ -87,7 +87,7 @@ def draw_figure(runs: Sequence[Path], figure: FigureSpec, out: Path) -> list[str
     metric = figure.metric or default_metric(logs[0], figure)
     groups = group_by_config(logs, figure, metric)
     chars = int(CHARS_PER_IN * figure.width) - HANDLE_CHARS
-    labels = [fill(group.label, chars) for group in groups] if len(groups) > 1 else []
+    labels = [fill(group.label, chars) for group in groups if len(groups) > 1]
     columns = columns_of_legend(labels, chars)
     rows = -(-sum(label.count("\n") + 1 for label in labels) // columns)
     height = figure.height or figure.width * 2 / 3 + LEGEND_ROW_IN * rows
@@ -99,8 +99,8 @@ def draw_figure(runs: Sequence[Path], figure: FigureSpec, out: Path) -> list[str
             picture.legend(axis.get_lines(), labels, loc="outside lower center", ncols=columns, handlelength=1.6)
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing_file(out) as place:
-            dates = {"metadata": {"Date": None}} if out.suffix == ".svg" else {}
-            picture.savefig(place, format=out.suffix[1:], dpi=300, **dates)
+            metadata = {"Date": None} if out.suffix == ".svg" else {}
+            picture.savefig(place, format=out.suffix[1:], dpi=300, metadata=metadata)
     lines = [f"{g.label or 'all'}: {len(g.y)} runs, {metric} {g.y[:, -1].mean():.4g} at the end" for g in groups]
     return [*lines, f"figure: {out}"]
 
@@ -187,12 +187,18 @@ def config_labels(trees: Sequence[Tree]) -> list[str]:
 def _shorten_keys(keys: Sequence[str]) -> dict[str, str]:
     """Returns keys by their last component where that is unique."""
     last = [key.rsplit(".", 1)[-1] for key in keys]
-    return {key: end if last.count(end) == 1 and end != "type" else key for key, end in zip(keys, last, strict=True)}
+    names = {key: key for key in keys}
+    names |= {key: end for key, end in zip(keys, last, strict=True) if last.count(end) == 1 and end != "type"}
+    return names
 
 
 def _lines(run: RunLogs, figure: FigureSpec) -> list[Line]:
     """Returns the log lines of the figure's evaluation or policy. Raises ValueError if there are none."""
-    log, groups = ("evals.jsonl", run.evals) if figure.eval_name else ("metrics.jsonl", run.by_policy)
+    log = "metrics.jsonl"
+    groups = run.by_policy
+    if figure.eval_name:
+        log = "evals.jsonl"
+        groups = run.evals
     wanted = figure.eval_name or figure.policy
     if wanted not in groups:
         have = ", ".join(groups) or "nothing"

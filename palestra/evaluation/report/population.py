@@ -32,7 +32,7 @@ def payoff_figure(record: PopulationRecord) -> str:
     """Returns a heat map of the payoffs of the first seat's members (rows) against the second's, as HTML; "" unless
     there are two seats and payoffs are known."""
     heat = payoff_heat_map(record)
-    return figure_html(heat) if heat else ""
+    return "" if heat is None else figure_html(heat)
 
 
 def standings_table(record: PopulationRecord) -> str:
@@ -46,7 +46,9 @@ def standings_table(record: PopulationRecord) -> str:
 
 def _ranks(record: PopulationRecord) -> list[str]:
     try:
-        warning = cyclicity_warning(record)
-        return [standings_table(record), f"<p class=soft>{escape_text(warning)}</p>" if warning else ""]
+        parts = [standings_table(record)]
+        if warning := cyclicity_warning(record):
+            parts.append(f"<p class=soft>{escape_text(warning)}</p>")
+        return parts
     except ValueError as error:  # no games yet, or more than two players
         return [f"<p class=soft>No standings: {escape_text(error)}</p>"]

@@ -84,7 +84,8 @@ def _table(
     players = {member.name: member.player for member in members}
     table = PayoffTable(seats or _seats(players, [names for names, _ in cells]))
     for member in members:
-        for player in [member.player] if member.player else table.members:
+        players_of_member = [member.player] if member.player else list(table.members)
+        for player in players_of_member:
             table.add_member(player, member.name)
     for names, cell in cells:
         if all(name in players for name in names):  # other cells are of snapshots of policies in training
@@ -135,7 +136,9 @@ def standings(record: PopulationRecord, *, with_skills: bool = True) -> list[Sta
     link all members, or if the game does not have two seats."""
     names, points = _pairwise_scores(record)
     elo, stderr = fit_elo(points)
-    skills = openskill_ratings(_some_games(record, names)) if with_skills and find_spec("openskill") else {}
+    skills = {}
+    if with_skills and find_spec("openskill"):
+        skills = openskill_ratings(_some_games(record, names))
     games = points + points.T
     rates = np.where(games > 0, points / np.maximum(games, 1), np.nan)
     rows = []
@@ -172,7 +175,7 @@ def _some_games(record: PopulationRecord, names: list[str]) -> list[tuple[list[s
     for pair in record.payoffs.cells():
         cell = record.payoffs.cell(pair)
         played = sum(cell.wins) + cell.draws
-        share = min(1.0, MAX_OPENSKILL_GAMES / played) if played else 0.0
+        share = min(1.0, MAX_OPENSKILL_GAMES / max(played, 1))
         for scores, count in (([1.0, 0.0], cell.wins[0]), ([0.0, 1.0], cell.wins[1]), ([0.0, 0.0], cell.draws)):
             games += [(list(pair), scores)] * round(share * count)
     order = np.random.default_rng(0).permutation(len(games))
@@ -226,14 +229,23 @@ def crossplay_table(record: PopulationRecord) -> Table:
         table.add_column(str(number + 1), justify="right", no_wrap=True)
     for number, name in enumerate(rows, 1):
         cells = [record.payoffs.cell((name, column)) for column in columns[first:]]
-        table.add_row(str(number), name, *[f"{c.mean[0]:+.2f}" if c.games or c.exact else "-" for c in cells])
+        table.add_row(str(number), name, *map(_cell_text, cells))
     return table
 
 
 def _caption(record: PopulationRecord, rows: list[str], columns: list[str], first: int) -> str:
     what = f"{record.path}: what each row's member earns from each column's"
-    what += f", the newest {MAX_COLUMNS} of {len(columns)}" if first else ""
-    return what if rows == columns else f"{what} ({', '.join(columns[first:])})"
+    if first:
+        what += f", the newest {MAX_COLUMNS} of {len(columns)}"
+    if rows != columns:
+        what += f" ({', '.join(columns[first:])})"
+    return what
+
+
+def _cell_text(cell: PayoffCell) -> str:
+    if not cell.games and not cell.exact:
+        return "-"
+    return f"{cell.mean[0]:+.2f}"
 
 
 # ---- exploitability
@@ -257,7 +269,9 @@ class ExploitResult(NamedTuple):
     @property
     def gain(self) -> float | None:
         """By how much the response's return exceeds the mixture's; None if that is unknown."""
-        return None if self.mixture_return is None else self.response_return - self.mixture_return
+        if self.mixture_return is None:
+            return None
+        return self.response_return - self.mixture_return
 
 
 def exploits_table(path: Path, exploits: list[ExploitResult]) -> Table:
@@ -266,11 +280,12 @@ def exploits_table(path: Path, exploits: list[ExploitResult]) -> Table:
     for heading in ("player", "response", "the mixture itself", "gain"):
         table.add_column(heading, justify="left" if heading == "player" else "right")
     for one in exploits:
-        mixture, gain = ("unknown" if x is None else f"{x:+.3f}" for x in (one.mixture_return, one.gain))
         response = f"{one.response_return:+.3f}"
         error = f" ± {1.96 * one.stderr:.3f}"
-        row = (response + error, mixture, gain) if one.gain is None else (response, mixture, gain + error)
-        table.add_row(one.player, *row)
+        if one.gain is None:
+            table.add_row(one.player, response + error, "unknown", "unknown")
+        else:
+            table.add_row(one.player, response, f"{one.mixture_return:+.3f}", f"{one.gain:+.3f}{error}")
     return table
 
 

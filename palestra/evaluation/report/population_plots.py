@@ -151,8 +151,12 @@ def _draw_best_responses(record: PopulationRecord, axis: Any) -> None:
         arrow = {"arrowstyle": "->", "color": "#666666", "lw": 0.8, "shrinkB": 5}
         axis.annotate("", at[j], at[i], arrowprops=arrow)
     axis.scatter(*at.T, c=np.arange(len(names)), cmap="viridis", zorder=3, s=30)
-    for name, (x, y) in zip(names if len(names) <= MAX_AXIS_LABELS else [], at, strict=False):
-        side = "center" if abs(x) < 0.1 else "left" if x > 0 else "right"
+    if len(names) > MAX_AXIS_LABELS:
+        names = []
+    for name, (x, y) in zip(names, at, strict=False):
+        side = "center"
+        if abs(x) >= 0.1:
+            side = "left" if x > 0 else "right"
         axis.text(1.1 * x, 1.1 * y, shorten(name), fontsize=6, ha=side, va="center")
     axis.set_xlim(-1.7, 1.7)
     axis.set_ylim(-1.3, 1.3)

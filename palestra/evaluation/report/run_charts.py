@@ -76,8 +76,10 @@ def _success(logs: RunLogs) -> Chart:
 def _success_curve(logs: RunLogs, name: str, key: str) -> ChartCurve:
     known = [line for line in logs.evals[name] if key in line]
     spans = np.array([success_bounds(line, key) for line in known])
-    team = f": {key.removeprefix(TEAM_SUCCESS)}" if key != "success" else ""
-    return ChartCurve(f"{_eval_name(logs, name)}{team}", logs.series(known, key), spans, has_markers=True)
+    label = _eval_name(logs, name)
+    if key != "success":
+        label += f": {key.removeprefix(TEAM_SUCCESS)}"
+    return ChartCurve(label, logs.series(known, key), spans, has_markers=True)
 
 
 def _returns(logs: RunLogs) -> Chart:
@@ -89,8 +91,9 @@ def _returns(logs: RunLogs) -> Chart:
             half = return_half_width if key == "return" else lambda _: None
             points = [{**line, "half": half(line) or 0.0} for line in lines if key in line]
             curves.append(_with_interval(logs, f"{_eval_name(logs, name)}{what.removeprefix('return')}", points, key))
-        seats = paid_seats(lines[-1]) if "team_return" in lines[-1] else []
-        curves += [_seat_return(logs, name, lines, seat) for seat in seats if len(seats) > 1]
+        seats = paid_seats(lines[-1])
+        if "team_return" in lines[-1] and len(seats) > 1:
+            curves += [_seat_return(logs, name, lines, seat) for seat in seats]
     for key, what in return_keys(*logs.team).items():
         label = f"{training_return_label(logs.config)}{what.removeprefix('return')}"
         curves += _smoothed_curves(label, logs.series(logs.team, key))

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from palestra.evaluation.report.html import format_number
 from palestra.runs.headline import (
     eval_label,
     paid_seats,
@@ -42,7 +43,7 @@ def summary_table(path: str | Path) -> Table:
     for key, what in rates.items():
         ends = [mean_of(lines, key) for lines in (begin, end)]
         label = f"{training_success_label(logs.config)}{what.removeprefix('success')}, {which}"
-        table.add_row(label, *("-" if value is None else f"{value:.1%}" for value in ends), style="dim")
+        table.add_row(label, *(format_number(value, 1, "%") for value in ends), style="dim")
     for name, lines in logs.policies.items():
         begin, end, which = end_windows(lines)
         table.add_section()
@@ -50,7 +51,7 @@ def summary_table(path: str | Path) -> Table:
         for key, label in [("return", training_return_label(logs.config)), *SUMMARY_ROWS]:
             ends = [mean_of(begin, key), mean_of(end, key)]
             if ends != [None, None]:
-                table.add_row(f"{name}: {label}", *("-" if value is None else f"{value:.2f}" for value in ends))
+                table.add_row(f"{name}: {label}", *map(format_number, ends))
     return table
 
 
@@ -77,7 +78,7 @@ def _add_eval_rows(table: Table, name: str, lines: Sequence[dict[str, Any]]) -> 
 
 def _number(key: str, digits: int, line: dict[str, Any]) -> str:
     """Formats a metric; "-" without one, as if all episodes failed."""
-    return f"{line[key]:.{digits}f}" if key in line else "-"
+    return format_number(line.get(key), digits)
 
 
 def _ends(lines: Sequence[dict[str, Any]], text: Callable[..., str]) -> tuple[str, str]:
@@ -85,7 +86,9 @@ def _ends(lines: Sequence[dict[str, Any]], text: Callable[..., str]) -> tuple[st
     line, the other text is "-" (step -1 is before training)."""
     if len(lines) > 1:
         return text(lines[0]), text(lines[-1])
-    return (text(lines[0]), "-") if lines[0]["step"] < 0 else ("-", text(lines[0]))
+    if lines[0]["step"] < 0:
+        return text(lines[0]), "-"
+    return "-", text(lines[0])
 
 
 def explain_no_update(path: Path) -> str:

@@ -17,18 +17,13 @@ def eval_table(logs: RunLogs) -> str:
     """Returns a table of each evaluation's metrics before and after training, as HTML."""
     rows: list[list[str]] = []
     for name, lines in logs.evals.items():
-        before = lines[0] if lines[0]["step"] < 0 and len(lines) > 1 else None
         after = lines[-1]
         for what, format_value in _columns(after):
-            rows.append(
-                [
-                    eval_label(logs.config, name),
-                    what,
-                    f"{valid_instances(after):.0f}",
-                    format_value(before) if before else "-",
-                    format_value(after),
-                ]
-            )
+            before = "-"
+            if lines[0]["step"] < 0 and len(lines) > 1:
+                before = format_value(lines[0])
+            instances = f"{valid_instances(after):.0f}"
+            rows.append([eval_label(logs.config, name), what, instances, before, format_value(after)])
     return html_table(["evaluation", "metric", "instances", "before", "after"], rows, css_class="words")
 
 
@@ -41,8 +36,10 @@ def _columns(line: Line) -> list[tuple[str, Any]]:
     if "return" in return_keys(line):
         columns.append(("return", format_return))
     columns += [(f"return of {seat}", partial(format_seat_return, seat=seat)) for seat in paid_seats(line)]
-    columns += [("steps an episode", lambda line: format_number(line.get("steps_per_episode"), 1))]
-    return columns + ([("failed", lambda line: format_number(line.get("failed"), 0))] if line.get("failed") else [])
+    columns.append(("steps an episode", lambda line: format_number(line.get("steps_per_episode"), 1)))
+    if line.get("failed"):
+        columns.append(("failed", lambda line: format_number(line.get("failed"), 0)))
+    return columns
 
 
 def _sample_cell(name: str, line: Line) -> str:
@@ -58,14 +55,18 @@ def policy_table(logs: RunLogs) -> str:
         for key in dict.fromkeys(chain.from_iterable(lines)):
             ends = [mean_of(first, key), mean_of(last, key)]
             if key not in ("step", "policy", "iteration") and ends != [None, None]:
-                rows.append([f"{name}: {key}", *("-" if end is None else f"{end:.4g}" for end in ends)])
-    return html_table(["metric", "first", "last"], rows) + (_window_note(windows) if rows else "")
+                rows.append([f"{name}: {key}", *(format_number(end, 4, "g") for end in ends)])
+    table = html_table(["metric", "first", "last"], rows)
+    if rows:
+        table += _window_note(windows)
+    return table
 
 
 def _window_note(windows: dict[str, str]) -> str:
-    distinct = dict.fromkeys(windows.values())
-    by_policy = [which if len(distinct) == 1 else f"{name}: {which}" for name, which in windows.items()]
-    return f"<p class=soft>{escape_text('; '.join(dict.fromkeys(by_policy)))}</p>"
+    notes = list(dict.fromkeys(windows.values()))
+    if len(notes) > 1:
+        notes = [f"{name}: {which}" for name, which in windows.items()]
+    return f"<p class=soft>{escape_text('; '.join(notes))}</p>"
 
 
 def time_table(logs: RunLogs) -> str:

@@ -174,11 +174,11 @@ class Mirror:
             repeat(self.sync, policy)
         except (OSError, ValueError) as error:
             held = f"it has that after {self.state.text}" if self.state else "it has none"
-            command = f"palestra sync {shlex.quote(str(self.run))} --to {shlex.quote(self.config.url)}"
-            again = "" if isinstance(error, MirrorTaken) else f". Then send it: {command}"
-            raise MirrorFailed(
-                f"the run is in {self.run}, and its last state is not in its mirror; {held}: {error}{again}"
-            ) from error
+            message = f"the run is in {self.run}, and its last state is not in its mirror; {held}: {error}"
+            if not isinstance(error, MirrorTaken):
+                command = f"palestra sync {shlex.quote(str(self.run))} --to {shlex.quote(self.config.url)}"
+                message += f". Then send it: {command}"
+            raise MirrorFailed(message) from error
 
     def follow(self, stop: threading.Event, warn: Warn) -> None:
         """Sends each new state until `stop` is set. A failing store causes one warning each time it begins to fail, and

@@ -97,7 +97,9 @@ class RunStore:
     def read_state(self) -> CopyState | None:
         """Returns the state of the copy; None if there is no copy. Raises DamagedFile if it cannot be read."""
         data = self.read(WRITER_FILE, MAX_WRITER_BYTES)
-        return None if data is None else CopyState.from_bytes(f"{self.url}/{WRITER_FILE}", data)
+        if data is None:
+            return None
+        return CopyState.from_bytes(f"{self.url}/{WRITER_FILE}", data)
 
     def write_state(self, state: CopyState) -> None:
         """Writes the state of the copy."""

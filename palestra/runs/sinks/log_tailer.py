@@ -118,11 +118,13 @@ class SinkThread(threading.Thread):
                 cursor = cursor or SinkCursor(self.path, self.config)
                 cursor.send()
                 failures = 0
+                wait_s = POLL_INTERVAL_S
             except Exception as error:
                 self._warn_once(error)
                 failures += 1
+                wait_s = RETRY.wait_s(failures)
             if not is_last:
-                self.stop_event.wait(RETRY.wait_s(failures) if failures else POLL_INTERVAL_S)
+                self.stop_event.wait(wait_s)
         try:
             if cursor:
                 cursor.close()

@@ -19,7 +19,7 @@ class TensorBoardSink(Sink):
     """Writes scalars and the config as text. A resumed run marks earlier events of repeated steps as obsolete."""
 
     def __init__(self, config: TensorBoardConfig, run: Path, folder: Path) -> None:
-        self.folder = Path(config.folder) if config.folder else folder
+        self.folder = Path(config.folder or folder)
         began = not list(self.folder.glob("events.out.tfevents.*"))
         self.writer = EventFileWriter(str(self.folder))
         self.is_first_write = True

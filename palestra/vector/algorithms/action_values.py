@@ -138,10 +138,13 @@ class ActionValueLearner(NetLearner):
         branches = self.value_per_action(stack.seat_mapping.action_space)
         width = len(self.action_encoder.columns[seat_mapping.all_seats[0]])
         observation = self.critic_input_shape(stack)
-        observation = observation if branches else (observation[0] + width,)
+        outputs = width
+        if not branches:  # the action is an input
+            observation = (observation[0] + width,)
+            outputs = 1
         members = product(range(self.num_critics), seat_mapping.names)
         seeds = [derive_seed(self.seeds[name], "critic", k) for k, name in members]
-        net = Net(observation, width if branches else 1, stack.config, make_generators(seeds)).to(self.device)
+        net = Net(observation, outputs, stack.config, make_generators(seeds)).to(self.device)
         config = stack.config.model_copy(update={"lr": self.config.critic_lr or stack.config.lr})
         return CriticEnsemble(
             net,
@@ -187,7 +190,7 @@ class ActionValueLearner(NetLearner):
         weight = stack.seat_mapping.select_seats(transitions.weight, 1)  # [P, M, S]
         return UpdateBatch(
             observations=stack.observations(transitions.obs, 1),
-            action_mask=optional_rows(stack, transitions.action_mask),
+            action_mask=stack.optional_rows(transitions.action_mask, 1),
             critic_inputs=self.critic_inputs(stack, transitions.obs, transitions.state, transitions.agent_mask, joint),
             action_codes=self.action_encoder.own_actions(joint, stack.seat_mapping),
             critic_weights=normalise_weights(weight),
@@ -205,8 +208,10 @@ class ActionValueLearner(NetLearner):
         """Takes a gradient step of a stack's critics towards targets [P, R], plus a `penalty` [P] of the values [K, P,
         R] of the actions in the batch; returns metrics."""
         q = critic.taken_q_values(batch.critic_inputs, batch.action_codes)
-        loss = critic_loss(q, target, batch.critic_weights)
-        critic.optimizer.step(loss.sum() if penalty is None else (loss + penalty(q)).sum(), progress)
+        loss = total = critic_loss(q, target, batch.critic_weights)
+        if penalty is not None:
+            total = loss + penalty(q)
+        critic.optimizer.step(total.sum(), progress)
         seats = batch.critic_weights.sum(1).clamp(min=1e-8)
         return {"critic_loss": loss.detach(), "q": (batch.critic_weights * q[0].detach()).sum(1) / seats}
 
@@ -263,18 +268,14 @@ def check_supported(
     if isinstance(env.action_spaces[0], MultiDiscrete):
         raise ValueError(f'env "{env.name}" takes several choices at once, which {kind} cannot learn: use ppo or a2c')
     pixels = any(len(shape) > 1 for shape in env.observation_shapes)
-    if pixels and not (value_per_action if config.critic == "own" else env.state_size):
+    joins_actions = not value_per_action if config.critic == "own" else not env.state_size
+    if pixels and joins_actions:
         raise ValueError(f'critics of {kind} cannot see the pixels of env "{env.name}" beside actions: use ppo or a2c')
 
 
 def normalise_weights(weight: Tensor) -> Tensor:
     """Returns weights [P, M, S] divided by their sum per seat, as rows [P, R]; zeros where it is zero."""
     return (weight / weight.sum(1, keepdim=True).clamp(min=1e-8)).flatten(1, 2)
-
-
-def optional_rows(stack: PolicyStack, x: Tensor | None) -> Tensor | None:
-    """Reorders an array by stack: [M, N, ...] -> [P, R, ...]; None stays None."""
-    return None if x is None else stack.rows(x, 1)
 
 
 def mean_tensors(lines: Sequence[tuple[TensorMetrics, TensorMetrics]]) -> TensorMetrics:

@@ -42,7 +42,7 @@ from palestra.vector.losses import value_loss
 from palestra.vector.nets.advantages import AdvantageInputs, gae, vtrace
 from palestra.vector.nets.heads import ActionHead
 from palestra.vector.nets.layers import Net, make_generators
-from palestra.vector.nets.normalise import RunningNorm
+from palestra.vector.nets.normalise import RunningNorm, normalise
 from palestra.vector.nets.on_device import RolloutTensors, make_generator
 from palestra.vector.nets.seat_mapping import SeatMapping
 
@@ -115,7 +115,9 @@ class ActorCriticConfig(AlgorithmConfig):
         lines = []
         for logp, entropy, old_logp, advantage, own in zip(*inputs, strict=True):
             loss, metrics = self.loss(LossInputs(logp, entropy, old_logp, None, advantage, own))
-            total = total + loss - (bonus * (own * entropy).sum() if bonus else 0.0)
+            total = total + loss
+            if bonus:
+                total = total - bonus * (own * entropy).sum()
             lines.append({"policy_loss": loss.detach(), **metrics})
         return total, lines
 
@@ -145,8 +147,12 @@ class ActorCriticLearner(NetLearner):
         return self.config.critic == "central"
 
     def seat_mappings(self, seats: dict[str, list[int]]) -> list[SeatMapping]:
-        groups = [{name: own} for name, own in seats.items()] if self.config.sequential else [dict(seats)]
-        return list(chain.from_iterable(super(ActorCriticLearner, self).seat_mappings(group) for group in groups))
+        if not self.config.sequential:
+            return super().seat_mappings(dict(seats))
+        mappings: list[SeatMapping] = []
+        for name, own in seats.items():
+            mappings += super().seat_mappings({name: own})
+        return mappings
 
     def _critic_seat_mappings(self, seats: dict[str, list[int]]) -> list[SeatMapping]:
         """Returns the seat mapping of each critic: which seats share its networks."""
@@ -163,20 +169,24 @@ class ActorCriticLearner(NetLearner):
         return [SeatMapping(("critic",), (flat,), len(self.env.seats), shape, space)]
 
     def _critic(self, seat_mapping: SeatMapping) -> ValueCritic:
-        config = self.policies[seat_mapping.names[0] if seat_mapping.names[0] in self.policies else self.names[0]]
+        config = self.policies.get(seat_mapping.names[0], self.policies[self.names[0]])
         config = config.model_copy(update={"communication_rounds": 0})  # `critic: central` sees the other seats
-        seeds = [self.seeds[name if name in self.seeds else self.names[0]] ^ 1 for name in seat_mapping.names]
-        entities = seat_mapping.entities if self.config.critic == "own" else None
-        net = Net(self._critic_input_shape(seat_mapping), 1, config, make_generators(seeds), entities=entities)
-        net.to(self.device)
-        norm = RunningNorm(len(seat_mapping.names), 1, 0.99).to(self.device) if self.config.value_norm else None
+        seeds = [self.seeds.get(name, self.seeds[self.names[0]]) ^ 1 for name in seat_mapping.names]
+        shape: tuple[int, ...] = (self.global_size + len(self.env.seats),)
+        entities = None
+        if self.config.critic == "own":
+            shape = seat_mapping.input_shape
+            entities = seat_mapping.entities
+        net = Net(shape, 1, config, make_generators(seeds), entities=entities).to(self.device)
         optimizer = StackedOptimizer(net, seat_mapping.names, config, self.process_group)
+        norm = self.build_value_norm(seat_mapping)
         return ValueCritic(seat_mapping, net, optimizer, norm, self.config.value_norm == "popart")
 
-    def _critic_input_shape(self, seat_mapping: SeatMapping) -> tuple[int, ...]:
-        if self.config.critic == "own":
-            return seat_mapping.input_shape
-        return (self.global_size + len(self.env.seats),)
+    def build_value_norm(self, seat_mapping: SeatMapping) -> RunningNorm | None:
+        """Builds the statistics of the returns of a critic; None without `value_norm`."""
+        if not self.config.value_norm:
+            return None
+        return RunningNorm(len(seat_mapping.names), 1, 0.99).to(self.device)
 
     # ---- learning
 
@@ -189,19 +199,23 @@ class ActorCriticLearner(NetLearner):
         """Trains like `update`, on the tensors of a rollout."""
         metrics: dict[str, list[dict[str, Any]]] = {name: [] for name in self.names}
         self.shuffle = make_generator(self.device, int(sum(s.version for s in self.stacks)) * 7919 + 1)
-        now = replace(batch, logp=self._logp(batch)) if self.config.off_policy_correction == "vtrace" else batch
+        now = batch
+        if self.config.off_policy_correction == "vtrace":
+            now = replace(batch, logp=self._logp(batch))
         advantages, targets, known = self._credit(batch, now.logp, progress)
         if self.process_group.world_size == 1:
             check_targets(self.stacks, targets, known)
         for critic in self.critics:
             line = self._train_critic(critic, batch, targets, known, progress)
-            for name in self.names if self.config.critics == "one" else critic.seat_mapping.names:
-                metrics[name].append(line)
+            for name, own in metrics.items():
+                if self.config.critics == "one" or name in critic.seat_mapping.names:
+                    own.append(line)
         lines = {name: mean_metrics(own) for name, own in metrics.items()}
-        aims = self._aims(targets) if self.has_value_output else targets
+        scaled_targets = self._scaled_targets(targets)
         factor = torch.ones_like(advantages)
         for stack in self._update_order():
-            for name, line in self._train_policies(stack, now, advantages, factor, aims, known, progress).items():
+            rows = self.policy_rows(stack, now, advantages, factor, known)
+            for name, line in self._train_policies(stack, rows, scaled_targets, progress).items():
                 lines[name] |= line
             if self.config.sequential:
                 factor = factor * self._joint_ratio(stack, now)[..., None]
@@ -252,17 +266,15 @@ class ActorCriticLearner(NetLearner):
     ) -> Metrics:
         """Trains a critic on its targets; returns its metrics."""
         target, weight = self._update_norm(critic, targets, known)
-        mapping = critic.seat_mapping
-        net = critic.net
-        rows = CriticRows(
-            self._critic_observations(critic, batch)[:, :-1],
-            mapping.repeat_games(batch.is_first)[:, :-1] if net.recurrent_units else None,
-            mapping.select_seats(batch.agent_mask[:-1], 2).flatten(2, 3) if net.plays_team else None,
-            critic.normalise(target),
-            weight,
-            batch.worker,
-        )
-        loss = critic.train(rows, self._minibatches(weight, net), self.config.value_clip, progress)
+        is_first = None
+        acts = None
+        if critic.net.recurrent_units:
+            is_first = critic.seat_mapping.repeat_games(batch.is_first)[:, :-1]
+        if critic.net.plays_team:
+            acts = critic.seat_mapping.select_seats(batch.agent_mask[:-1], 2).flatten(2, 3)
+        observations = self._critic_observations(critic, batch)[:, :-1]
+        rows = CriticRows(observations, is_first, acts, critic.normalise(target), weight, batch.worker)
+        loss = critic.train(rows, self._minibatches(weight, critic.net), self.config.value_clip, progress)
         return {"value_loss": loss}
 
     def _update_norm(self, critic: ValueCritic, targets: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
@@ -273,31 +285,23 @@ class ActorCriticLearner(NetLearner):
         critic.update_norm(target, weight, self.process_group.all_reduce)
         return target, weight
 
-    def _aims(self, targets: Tensor) -> Tensor:
+    def _scaled_targets(self, targets: Tensor) -> Tensor:
         """Returns the critics' targets [T, B, N] in the units of their outputs (normalised with `value_norm`)."""
-        aims = targets.clone()
+        scaled = targets.clone()
         for critic in self.critics:
-            if critic.norm:
+            if critic.norm and self.has_value_output:
                 own = critic.seat_mapping.select_seats(targets, 2).flatten(2, 3)  # [P, T, B*S]
-                scaled = critic.seat_mapping.by_seat(critic.normalise(own))
-                aims[..., critic.seat_mapping.seat_index(self.device)] = scaled
-        return aims
+                seats = critic.seat_mapping.seat_index(self.device)
+                scaled[..., seats] = critic.seat_mapping.by_seat(critic.normalise(own))
+        return scaled
 
     def _train_policies(
-        self,
-        stack: PolicyStack,
-        batch: RolloutTensors,
-        advantages: Tensor,
-        factor: Tensor,
-        aims: Tensor,
-        known: Tensor,
-        progress: float,
+        self, stack: PolicyStack, rows: PolicyRows, scaled_targets: Tensor, progress: float
     ) -> dict[str, Metrics]:
-        """Trains the policies of a stack on advantages [T, B, N], normalised and then times `factor` [T, B, N]; returns
-        metrics by policy."""
+        """Trains the policies of a stack on `rows`, and the value output of their networks, if they have one, on the
+        critics' `scaled_targets` [T, B, N]; returns metrics by policy."""
         names = stack.seat_mapping.names
-        aim = stack.rows(aims)
-        rows = self.policy_rows(stack, batch, advantages, factor, known)
+        targets = stack.rows(scaled_targets)
         lines: list[list[dict[str, Any]]] = [[] for _ in names]
         bonus = self.config.entropy_at(progress)
         for minibatch in self._minibatches(rows.weight, stack.net):
@@ -306,10 +310,10 @@ class ActorCriticLearner(NetLearner):
             share = normalise_weights(part.weight)
             total, metrics = self.config.policy_loss(stack.head, out, part, share, bonus)
             if value is not None:
-                for line, value_p, aim_p, own in zip(metrics, value, minibatch(aim), share, strict=True):
-                    missed = value_loss(value_p, aim_p, own)
-                    total = total + self.config.aux_value_coef * missed
-                    line[self.value_output_metric] = missed.detach()
+                for line, value_p, target_p, own in zip(metrics, value, minibatch(targets), share, strict=True):
+                    aux_loss = value_loss(value_p, target_p, own)
+                    total = total + self.config.aux_value_coef * aux_loss
+                    line[self.value_output_metric] = aux_loss.detach()
             norms = stack.optimizer.step(total, progress)
             weights = part.weight.sum((1, 2)).unbind()
             for own_lines, line, norm, weight in zip(lines, metrics, norms.unbind(), weights, strict=True):
@@ -360,7 +364,7 @@ class ActorCriticLearner(NetLearner):
         if self.config.critic == "own":
             x = seat_mapping.network_inputs(obs, lead)
             norm = next((s.norm for s in self.stacks if s.seat_mapping.names == seat_mapping.names), None)
-            return norm.normalise(x) if norm else x
+            return normalise(norm, x)
         whole = self.global_features(obs, state, lead)
         N = len(self.env.seats)
         P = len(seat_mapping.names)
@@ -371,13 +375,14 @@ class ActorCriticLearner(NetLearner):
 
     def _minibatches(self, weight: Tensor, net: Net) -> Iterator[MiniBatch]:
         config = self.config
+        team_size = net.team_size if net.plays_team else 1
         return iterate_minibatches(
             weight,
             epochs=config.epochs,
             minibatches=config.minibatches,
             recurrent=bool(net.recurrent_units),
             generator=self.shuffle,
-            team_size=net.team_size if net.plays_team else 1,
+            team_size=team_size,
         )
 
     # ---- state

@@ -20,8 +20,8 @@ from palestra.vector.algorithms.minibatches import MiniBatch, normalise_weights
 from palestra.vector.learners.nets import WEIGHT_KEY, mean_metrics
 from palestra.vector.learners.optimizers import StackedOptimizer
 from palestra.vector.losses import value_loss
-from palestra.vector.nets.layers import Net, Team
-from palestra.vector.nets.normalise import RunningNorm, rescale_outputs
+from palestra.vector.nets.layers import Net, Team, acting_team, states_at
+from palestra.vector.nets.normalise import RunningNorm, normalise, rescale_outputs
 from palestra.vector.nets.on_device import RolloutTensors
 from palestra.vector.nets.seat_mapping import SeatMapping
 
@@ -41,7 +41,9 @@ class ValueCritic:
 
     def values(self, out: Tensor) -> Tensor:
         """Returns state values [...] in units of reward from the network's outputs [..., 1]."""
-        return (self.norm.denormalise(out) if self.norm else out)[..., 0]
+        if self.norm is not None:
+            out = self.norm.denormalise(out)
+        return out[..., 0]
 
     @torch.no_grad()
     def evaluate(
@@ -58,7 +60,7 @@ class ValueCritic:
         if not len(times):
             return values, values[0, :0]
         last = self.acts_at_end(acts, batch)
-        at_end = None if memories is None else memories.unflatten(2, acts.shape[2:])[:, times, games].flatten(1, 2)
+        at_end = states_at(memories, acts.shape[3], times, games)
         team = Team(last.flatten(1)[:, None])
         ends, _ = self.net.unroll(final_observations.flatten(1, 2)[:, None], at_end, None, team)
         return values, self.values(ends[:, 0]).view(last.shape).movedim(0, 1).flatten(1)
@@ -74,7 +76,7 @@ class ValueCritic:
 
     def normalise(self, target: Tensor) -> Tensor:
         """Returns targets [P, ...] in the units of the network's outputs."""
-        return self.norm.normalise(target[..., None])[..., 0] if self.norm else target
+        return normalise(self.norm, target[..., None])[..., 0]
 
     def update_norm(self, target: Tensor, weight: Tensor, all_reduce: SumOverProcesses) -> None:
         """Adds targets with their weights, [P, T, C] each, to the running statistics."""
@@ -90,36 +92,32 @@ class ValueCritic:
         """Trains the networks on normalised targets; returns the mean loss of a member. `clip` is the distance of value
         clipping in units of the outputs (None: no clipping). Afterwards `recurrent_states` has the states after the
         last step."""
-        team = None if rows.acts is None else Team(rows.acts)
-        inputs = rows.observations, self.recurrent_states.get(rows.worker), rows.is_first, team
-        old = None if clip is None else self._unroll(*inputs)[0][..., 0]
+        recurrent_state = self.recurrent_states.get(rows.worker)
+        old = self._unroll(rows, recurrent_state)[0][..., 0] if clip is not None else None
         losses = []
         counts = []
         for minibatch in minibatches:
             out, _ = self.net.unroll(
                 minibatch(rows.observations),
-                minibatch.column_recurrent_states(inputs[1]),
-                None if rows.is_first is None else minibatch(rows.is_first),
-                None if rows.acts is None else Team(minibatch(rows.acts)),
+                minibatch.column_recurrent_states(recurrent_state),
+                minibatch.optional(rows.is_first),
+                acting_team(minibatch.optional(rows.acts)),
             )
             weight = normalise_weights(minibatch(rows.weight))
-            before = None if old is None else minibatch(old)
-            loss = value_loss(out.squeeze(-1), minibatch(rows.target), weight, before, clip)
+            loss = value_loss(out.squeeze(-1), minibatch(rows.target), weight, minibatch.optional(old), clip)
             self.optimizer.step(loss, progress)
             losses.append(loss.detach())
             counts.append(minibatch(rows.weight).sum())
         if self.net.recurrent_units:  # computed with the trained weights, which evaluate the next batch
-            memories = self._unroll(*inputs)[1]
+            memories = self._unroll(rows, recurrent_state)[1]
             assert memories is not None
             self.recurrent_states[rows.worker] = memories[:, -1]
         lines = [{"loss": loss, WEIGHT_KEY: count} for loss, count in zip(losses, counts, strict=True)]
         return mean_metrics(lines)["loss"] / len(self.seat_mapping.names)
 
     @torch.no_grad()
-    def _unroll(
-        self, obs: Tensor, state: Tensor | None, is_first: Tensor | None, team: Team | None
-    ) -> tuple[Tensor, Tensor | None]:
-        return self.net.unroll(obs, state, is_first, team)
+    def _unroll(self, rows: CriticRows, recurrent_state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.net.unroll(rows.observations, recurrent_state, rows.is_first, acting_team(rows.acts))
 
 
 class CriticRows(NamedTuple):
@@ -150,8 +148,9 @@ class CriticEnsemble:
     def q_values(self, net: Net, seen: Tensor, code: Tensor) -> Tensor:
         """Returns values [K, P, R, O] float32 for inputs `seen` [P, R, ...] and encoded actions `code` [P, R, A]. O is
         1, or A with `value_per_action`."""
-        x = seen if self.value_per_action else torch.cat([seen, code], -1)
-        return net(x.expand(self.num_critics, *x.shape).flatten(0, 1)).unflatten(0, (self.num_critics, -1))
+        if not self.value_per_action:
+            seen = torch.cat([seen, code], -1)
+        return net(seen.expand(self.num_critics, *seen.shape).flatten(0, 1)).unflatten(0, (self.num_critics, -1))
 
     def taken_q_values(self, seen: Tensor, code: Tensor, net: Net | None = None) -> Tensor:
         """Returns the values [K, P, R] of the encoded actions `code` [P, R, A] by `net` (None: the online network)."""

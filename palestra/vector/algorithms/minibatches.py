@@ -5,7 +5,7 @@ Shapes: `P` members, `T` steps, `C` columns (a seat of a parallel game each), `M
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from palestra.core.seeding import derive_seed
 from palestra.parallel.process_group import ProcessGroup
 from palestra.vector.learners.optimizers import NonFiniteGradient
 from palestra.vector.learners.policy_stack import PolicyStack
-from palestra.vector.nets.layers import Team
+from palestra.vector.nets.layers import Team, acting_team
 from palestra.vector.nets.on_device import RolloutTensors
 
 
@@ -35,9 +35,15 @@ class MiniBatch:
             return x.index_select(2, self.index)
         return x.reshape(x.shape[0], -1, *x.shape[3:]).index_select(1, self.index)[:, None]
 
+    def optional(self, x: Tensor | None) -> Tensor | None:
+        """Returns the minibatch's part of `x`; None stays None."""
+        return None if x is None else self(x)
+
     def column_recurrent_states(self, recurrent_state: Tensor | None) -> Tensor | None:
         """Returns the initial recurrent states [P, M, H] of the minibatch's columns; None for single transitions."""
-        return None if recurrent_state is None or not self.columns else recurrent_state.index_select(1, self.index)
+        if recurrent_state is None or not self.columns:
+            return None
+        return recurrent_state.index_select(1, self.index)
 
 
 class PolicyRows(NamedTuple):
@@ -59,27 +65,33 @@ class PolicyRows(NamedTuple):
     @property
     def team(self) -> Team | None:
         """Masks [P, T, C] and actions of the rows, as input of networks that play all seats of a team."""
-        return None if self.acts is None else Team(self.acts, self.actions)
+        return acting_team(self.acts, self.actions)
 
     @classmethod
     def of(cls, stack: PolicyStack, batch: RolloutTensors, advantage: Tensor, weight: Tensor) -> PolicyRows:
         """Returns the rows of a rollout that the policies of a stack learn from, with advantages and weights [P, T,
         C]."""
+        is_first = None
+        acts = None
+        if stack.net.recurrent_units:
+            is_first = stack.seat_mapping.repeat_games(batch.is_first)[:, :-1]
+        if stack.net.plays_team:
+            acts = stack.rows(batch.agent_mask[:-1])
         return cls(
             stack.observations(batch.obs)[:, :-1],
-            stack.seat_mapping.repeat_games(batch.is_first)[:, :-1] if stack.net.recurrent_units else None,
-            stack.actions(batch),
+            is_first,
+            stack.actions(batch.actions),
             stack.rows(batch.logp),
-            None if batch.action_mask is None else stack.rows(batch.action_mask)[:, :-1],
+            stack.action_masks(batch),
             advantage,
             weight,
             batch.recurrent_state.get("+".join(stack.seat_mapping.names)),
-            stack.rows(batch.agent_mask[:-1]) if stack.net.plays_team else None,
+            acts,
         )
 
     def minibatch(self, minibatch: MiniBatch) -> PolicyRows:
         """Returns the minibatch's part of everything."""
-        parts: list[Any] = [None if x is None else minibatch(x) for x in self._replace(recurrent_state=None)]
+        parts: Iterable[Any] = map(minibatch.optional, self._replace(recurrent_state=None))
         return PolicyRows(*parts)._replace(recurrent_state=minibatch.column_recurrent_states(self.recurrent_state))
 
 
@@ -108,8 +120,9 @@ def normalise_weights(weight: Tensor) -> Tensor:
 def minibatch_seed(seed: int, process_group: ProcessGroup, *key: object) -> int:
     """Returns a seed for sampling minibatches, derived from `seed` and `key`. Each of several processes gets another:
     on the same data, equal seeds would draw equal minibatches, whose mean gradient is the same as one process's."""
-    rank = [process_group.rank] if process_group.world_size > 1 else []
-    return derive_seed(seed, *key, *rank)
+    if process_group.world_size > 1:
+        key = (*key, process_group.rank)
+    return derive_seed(seed, *key)
 
 
 def standardise(advantage: Tensor, weight: Tensor, all_reduce: Callable[[Tensor], Tensor]) -> Tensor:
@@ -139,14 +152,18 @@ def iterate_minibatches(
     count = C // team_size
     if not recurrent:
         known = weight.reshape(P, -1, team_size).any(2)
-        some = known[0].nonzero()[:, 0] if P == 1 and not bool(known.all()) else None
-        count = known.shape[1] if some is None else len(some)
+        count = known.shape[1]
+        if P == 1 and not bool(known.all()):
+            some = known[0].nonzero()[:, 0]
+            count = len(some)
     for _ in range(epochs):
         order = torch.randperm(count, generator=generator, device=generator.device).to(device)
-        order = order if some is None else some[order]
+        if some is not None:
+            order = some[order]
         # With few transitions some minibatches are empty: they repeat one (or take one of weight 0), since other
         # processes may be waiting for this one's gradients.
-        spare = order[:1] if len(order) else torch.zeros(1, dtype=torch.long, device=device)
+        spare = order[:1] if len(order) else order.new_zeros(1)
         for teams in order.tensor_split(minibatches):
-            chosen = teams if len(teams) else spare
-            yield MiniBatch((chosen[:, None] * team_size + seats).flatten(), recurrent)
+            if not len(teams):
+                teams = spare
+            yield MiniBatch((teams[:, None] * team_size + seats).flatten(), recurrent)

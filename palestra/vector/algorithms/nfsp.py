@@ -29,6 +29,7 @@ from palestra.vector.learners.optimizers import StackedOptimizer
 from palestra.vector.learners.policy_stack import PolicyStack, policy_writers, strip_prefix
 from palestra.vector.nets.heads import make_head
 from palestra.vector.nets.layers import Net, make_generators
+from palestra.vector.nets.normalise import normalise
 from palestra.vector.nets.on_device import as_tensor
 from palestra.vector.policies.nets import NetVectorPolicy, greedy_selector, sampling_selector
 
@@ -208,8 +209,8 @@ class NFSPLearner(DQNLearner):
         """Adds the observations and actions of best responses to the reservoirs."""
         obs = stack.seat_mapping.network_inputs(batch.obs, 2).flatten(2, 3)[:, :-1]
         chosen = (stack.rows(batch.logp) == BEST_RESPONSE_LOGP) & stack.rows(batch.agent_mask)[:, :-1]
-        actions = stack.actions(batch)
-        action_mask = None if batch.action_mask is None else stack.rows(batch.action_mask)[:, :-1]
+        actions = stack.actions(batch.actions)
+        action_mask = stack.action_masks(batch)
         for p, name in enumerate(stack.seat_mapping.names):
             kept = chosen[p]
             rows = {"obs": obs[p][kept].numpy(), "actions": actions[p][kept].numpy()}
@@ -227,7 +228,7 @@ class NFSPLearner(DQNLearner):
         count = self.config.batch_size
         first, *others = [self.reservoirs[name].sample(count, rng) for name in names]
         rows = {key: as_tensor(np.stack([x, *(own[key] for own in others)]), self.device) for key, x in first.items()}
-        obs = stack.norm.normalise(rows["obs"]) if stack.norm else rows["obs"]
+        obs = normalise(stack.norm, rows["obs"])
         logp, entropy = stack.head.evaluate_actions(stack.net(obs), rows["actions"], rows.get("action_mask"))
         losses = []
         for own, spread in zip(logp, entropy, strict=True):

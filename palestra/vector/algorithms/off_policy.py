@@ -19,7 +19,7 @@ from torch import Tensor
 from palestra.core.losses import TensorMetrics
 from palestra.core.types import RolloutBatch
 from palestra.envs.vector_base import Arrays, Space
-from palestra.vector.algorithms.action_values import ActionValueConfig, ActionValueLearner, UpdateBatch, optional_rows
+from palestra.vector.algorithms.action_values import ActionValueConfig, ActionValueLearner, UpdateBatch
 from palestra.vector.algorithms.critics import frozen_parameters, polyak_update
 from palestra.vector.learners.nets import NetLearnerSpec
 from palestra.vector.learners.policy_stack import PolicyStack, strip_prefix
@@ -165,12 +165,13 @@ class OffPolicyLearner(ActionValueLearner):
 
     def rollout_policies(self, progress: float) -> list[NetVectorPolicy]:
         self.progress = progress
-        return [
-            stack.build_policy(
-                self.exploration(stack, noise, progress) if self.is_warm else uniform_selector(stack.head, noise)
-            )
-            for stack, noise in zip(self.stacks, self.noises, strict=True)
-        ]
+        players = []
+        for stack, noise in zip(self.stacks, self.noises, strict=True):
+            selector = uniform_selector(stack.head, noise)
+            if self.is_warm:
+                selector = self.exploration(stack, noise, progress)
+            players.append(stack.build_policy(selector))
+        return players
 
     def sampling_policies(self) -> list[NetVectorPolicy]:
         independent = CorrelatedNoise(0.0)
@@ -179,7 +180,9 @@ class OffPolicyLearner(ActionValueLearner):
     def exploration(self, stack: PolicyStack, noise: CorrelatedNoise, progress: float) -> ActionSelector:
         """Returns the action function of a stack's policies in training, with `noise` for continuous actions."""
         head = stack.head
-        return noisy_selector(head, noise) if isinstance(head, BoundedHead) else sampling_selector(head)
+        if isinstance(head, BoundedHead):
+            return noisy_selector(head, noise)
+        return sampling_selector(head)
 
     # ---- learning
 
@@ -233,7 +236,7 @@ class OffPolicyLearner(ActionValueLearner):
         answer = self.target_actions(
             i,
             stack.observations(transitions.next_obs, 1),
-            optional_rows(stack, transitions.next_action_mask),
+            stack.optional_rows(transitions.next_action_mask, 1),
             generator,
         )
         if self.config.critic == "own":  # the next step is the seat's own next decision
@@ -242,9 +245,10 @@ class OffPolicyLearner(ActionValueLearner):
         nothing = idle_code(stack.head, self.device)
         answer.action_codes = torch.where(agent_mask, answer.action_codes, nothing)
         if answer.logp is not None:
-            certain = (1 - nothing) * MASKED_LOGIT if answer.logp.dim() > 2 else nothing.new_zeros(1)
-            logp = answer.logp if answer.logp.dim() > 2 else answer.logp[..., None]
-            answer.logp = torch.where(agent_mask, logp, certain).view_as(answer.logp)
+            if answer.logp.dim() > 2:
+                answer.logp = torch.where(agent_mask, answer.logp, (1 - nothing) * MASKED_LOGIT)
+            else:
+                answer.logp = torch.where(agent_mask[..., 0], answer.logp, 0.0)
         return answer
 
     def _train_policies(self, i: int, batch: UpdateBatch, generator: torch.Generator, progress: float) -> TensorMetrics:

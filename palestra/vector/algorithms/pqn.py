@@ -29,6 +29,7 @@ from palestra.vector.learners.nets import WEIGHT_KEY, NetLearner, NetLearnerSpec
 from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.losses import best_action, gather_values
 from palestra.vector.nets.advantages import AdvantageInputs, gae
+from palestra.vector.nets.layers import states_at
 from palestra.vector.nets.on_device import RolloutTensors, constant, make_generator
 from palestra.vector.nets.seat_mapping import SeatMapping
 from palestra.vector.policies.nets import NetVectorPolicy
@@ -162,12 +163,14 @@ class PQNLearner(NetLearner):
             is_first = stack.seat_mapping.repeat_games(batch.is_first)
             memory = batch.recurrent_state.get("+".join(stack.seat_mapping.names))
             q, memories = stack.net.unroll(stack.observations(batch.obs), memory, is_first)
-            legal = None if batch.action_mask is None else stack.rows(batch.action_mask)
+            legal = stack.optional_rows(batch.action_mask)
             values[..., seats] = stack.seat_mapping.by_seat(gather_values(q, best_action(q, legal)))
             if len(times):
-                before = None if memories is None else memories.unflatten(2, (-1, S))[:, times, games].flatten(1, 2)
+                before = states_at(memories, S, times, games)
                 q = stack.net.unroll(stack.observations(batch.final_obs, 1)[:, None], before)[0]
-                legal = None if batch.action_mask is None else stack.rows(batch.last_action_masks(), 1)[:, None]
+                legal = stack.optional_rows(batch.last_action_masks(), 1)
+                if legal is not None:
+                    legal = legal[:, None]
                 ends = stack.seat_mapping.by_seat(gather_values(q, best_action(q, legal)))[0]  # [F, P*S]
                 here = torch.where(cut[:, seats], ends, 0.0)
                 bootstrap[times[:, None], games[:, None], seats] = here
@@ -180,7 +183,7 @@ class PQNLearner(NetLearner):
         return StackRows(
             stack.observations(batch.obs)[:, :-1].unflatten(2, shape),
             stack.seat_mapping.repeat_games(batch.is_first)[:, :-1].unflatten(2, shape),
-            stack.actions(batch).unflatten(2, shape),
+            stack.actions(batch.actions).unflatten(2, shape),
             stack.seat_mapping.select_seats(targets, 2),
             stack.seat_mapping.select_seats(known.float(), 2),
             None if memory is None else memory.unflatten(1, shape),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
@@ -30,7 +30,7 @@ from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearne
 from palestra.vector.learners.policy_stack import PolicyStack, policy_writers, strip_prefix
 from palestra.vector.losses import best_action, dueling_values, gather_values, next_value, sequence_priority
 from palestra.vector.nets.heads import MASKED_LOGIT, ActionHead
-from palestra.vector.nets.layers import Net, make_generators
+from palestra.vector.nets.layers import Net, make_generators, states_at
 from palestra.vector.nets.on_device import RolloutTensors, uniform
 from palestra.vector.nets.replay import ReplayBuffer, TransitionBatch
 from palestra.vector.nets.seat_mapping import SeatMapping
@@ -164,6 +164,9 @@ class QLearner(NetLearner):
     def build_replay(self) -> ReplayBuffer | SequenceReplay:
         """Builds the replay buffer."""
         config = self.config
+        team: Sequence[int] = ()
+        if self.counts_env_steps:
+            team = self.seats
         remembered = ["+".join(stack.seat_mapping.names) for stack in self.stacks if stack.net.recurrent_units]
         if not remembered:
             return ReplayBuffer(
@@ -173,7 +176,7 @@ class QLearner(NetLearner):
                 priority=config.priority_exponent,
                 seats=self.seats,
                 count_env_steps=self.counts_env_steps,
-                team=self.seats if self.counts_env_steps else (),
+                team=team,
             )
         return SequenceReplay(
             max(1, config.buffer_size // config.rollout_length),
@@ -182,7 +185,7 @@ class QLearner(NetLearner):
             priority=config.priority_exponent,
             burn_in=config.burn_in,
             count_env_steps=self.counts_env_steps,
-            team=self.seats if self.counts_env_steps else (),
+            team=team,
             recurrent_players=remembered,
         )
 
@@ -247,13 +250,17 @@ class QLearner(NetLearner):
     def _step(self, rng: np.random.Generator, progress: float) -> list[TensorMetrics]:
         """Takes one gradient step; returns metrics by stack."""
         config = self.config
-        recurrent = isinstance(self.replay, SequenceReplay)
-        count = max(1, config.batch_size // config.rollout_length) if recurrent else config.batch_size
+        count = config.batch_size
+        if isinstance(self.replay, SequenceReplay):
+            count = max(1, count // config.rollout_length)
         drawn = self.replay.sample(count, rng, self.priority_beta_at(progress)).to(self.device)
-        lines, error, known = self.train_step(
-            drawn if isinstance(drawn, SequenceBatch) else as_sequences(drawn), progress
-        )
-        self.replay.update_priorities(drawn.index, sequence_priority(error, known) if recurrent else error[0])
+        if isinstance(drawn, SequenceBatch):
+            lines, error, known = self.train_step(drawn, progress)
+            priority = sequence_priority(error, known)
+        else:
+            lines, error, _ = self.train_step(as_sequences(drawn), progress)
+            priority = error[0]
+        self.replay.update_priorities(drawn.index, priority)
         self.steps += 1
         for stack in self.stacks:
             stack.version += 1
@@ -278,7 +285,7 @@ class QLearner(NetLearner):
         of the following decisions, both [P, T, R]."""
         stack = self.stacks[i]
         q, target_q, chooser_q = self.action_values(i, drawn)
-        following = next_value(target_q, chooser_q, legal_rows(stack, drawn.next_action_mask))
+        following = next_value(target_q, chooser_q, stack.optional_rows(drawn.next_action_mask))
         return q, gather_values(q, stack.rows(drawn.actions)), following
 
     def action_values(self, i: int, drawn: TransitionBatch | SequenceBatch) -> tuple[Tensor, Tensor, Tensor]:
@@ -296,8 +303,12 @@ class QLearner(NetLearner):
             with torch.no_grad():
                 after = stack.observations(drawn.next_obs)
                 target_q = head.values(target.unroll(after)[0])
-                chooser_q = head.values(stack.net.unroll(after)[0]) if self.config.double else target_q
-        return q, target_q, chooser_q if self.config.double else target_q
+                chooser_q = target_q
+                if self.config.double:
+                    chooser_q = head.values(stack.net.unroll(after)[0])
+        if not self.config.double:
+            chooser_q = target_q
+        return q, target_q, chooser_q
 
     # ---- state
 
@@ -355,7 +366,7 @@ def unroll_values(stack: PolicyStack, head: ValueHead, net: Net, drawn: Sequence
         times, stretches = drawn.truncations
         ends = torch.zeros_like(q[:, :-1])
         if len(times):
-            before = None if memories is None else memories.unflatten(2, (-1, S))[:, times, stretches].flatten(1, 2)
+            before = states_at(memories, S, times, stretches)
             last, _ = net.unroll(stack.observations(drawn.final_obs, 1)[:, None], before)
             ends.unflatten(2, (-1, S))[:, times, stretches] = head.values(last[:, 0]).unflatten(1, (-1, S))
         step_index = stack.rows(drawn.step_index)[..., None].expand(*q[:, :-1].shape)
@@ -363,15 +374,12 @@ def unroll_values(stack: PolicyStack, head: ValueHead, net: Net, drawn: Sequence
     return q[:, :-1], following
 
 
-def legal_rows(stack: PolicyStack, action_mask: Tensor | None) -> Tensor | None:
-    """Returns the members' rows of an action mask: [T, M, N, A] -> [P, T, R, A]; None stays None."""
-    return None if action_mask is None else stack.rows(action_mask)
-
-
 def without_duelling(stack: PolicyStack, head: ValueHead) -> Net:
     """Returns networks whose outputs are the action values themselves. Duelling combines outputs linearly, so the last
     layer can absorb it."""
-    return with_last_layer(stack, head.num_actions, dueling_values) if head.duelling else stack.net
+    if not head.duelling:
+        return stack.net
+    return with_last_layer(stack, head.num_actions, dueling_values)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from palestra.core.losses import TensorMetrics
 from palestra.core.seeding import derive_seed
-from palestra.vector.algorithms.q_learning import QLearner, QLearningConfig, legal_rows
+from palestra.vector.algorithms.q_learning import QLearner, QLearningConfig
 from palestra.vector.algorithms.team_mixing import check_mixer_sees_state, mix_values
 from palestra.vector.learners.nets import WEIGHT_KEY, NetLearner, NetLearnerSpec
 from palestra.vector.learners.optimizers import StackedOptimizer
@@ -147,10 +147,10 @@ class QMIXLearner(QLearner):
             return SeatValues(taken), SeatValues(following), q
         stack = self.stacks[i]
         q, target_q, chooser_q = self.action_values(i, drawn)
-        next_mask = legal_rows(stack, drawn.next_action_mask)
+        next_mask = stack.optional_rows(drawn.next_action_mask)
         chosen = best_action(chooser_q, next_mask)
         return (
-            self._seat_values(q, stack.rows(drawn.actions), legal_rows(stack, drawn.action_mask)),
+            self._seat_values(q, stack.rows(drawn.actions), stack.optional_rows(drawn.action_mask)),
             self._seat_values(target_q, chosen, next_mask),
             q,
         )

@@ -144,7 +144,8 @@ class SACLearner(OffPolicyLearner):
             return torch.full_like(batch.policy_weights, each * head.width)
         share = DEFAULT_ENTROPY_SHARE if set_to is None else set_to
         choices = torch.full_like(batch.policy_weights, float(head.outputs))
-        choices = choices if batch.action_mask is None else batch.action_mask.sum(-1).clamp(min=1)
+        if batch.action_mask is not None:
+            choices = batch.action_mask.sum(-1).clamp(min=1)
         return share * torch.log(choices)
 
     def modules(self) -> dict[str, nn.Module]:

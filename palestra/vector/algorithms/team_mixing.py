@@ -7,6 +7,7 @@ Shapes: `P` members of a stack, `T` steps, `M` transitions or sequences, `R` row
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -34,9 +35,11 @@ def mix_values(
 
     best = [own.best for own in values if own.best is not None]
     actions = [own.actions for own in values if own.actions is not None]
-    inputs = SeatValues(
-        joint([own.q for own in values]), joint(best) if best else None, joint(actions).flatten(1) if actions else None
-    )
+    inputs = SeatValues(joint([own.q for own in values]))
+    if best:
+        inputs = replace(inputs, best=joint(best))
+    if actions:
+        inputs = replace(inputs, actions=joint(actions).flatten(1))
     mixed: Tensor = mixer(inputs, state.flatten(0, 1)).view(acts.shape[:2])
     return mixed
 

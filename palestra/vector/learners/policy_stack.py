@@ -26,7 +26,7 @@ from palestra.vector.learners.optimizers import NetOptimizer, StackedOptimizer
 from palestra.vector.nets.continuous_heads import SquashedHead, TanhHead
 from palestra.vector.nets.heads import ActionHead, CategoricalHead, GaussianHead, MultiCategoricalHead
 from palestra.vector.nets.layers import Net, NetConfig, Team, make_generators, member_weights, with_member_weights
-from palestra.vector.nets.normalise import RunningNorm
+from palestra.vector.nets.normalise import RunningNorm, normalise
 from palestra.vector.nets.on_device import CPU, RolloutTensors
 from palestra.vector.nets.seat_mapping import SeatMapping, group_into_stacks
 from palestra.vector.nets.transformer import MultiAgentTransformer
@@ -91,19 +91,28 @@ class PolicyStack:
 
     def rows(self, x: np.ndarray | Tensor, lead: int = 2) -> Tensor:
         """Selects the members' rows: [T, B, N, ...] -> [P, T, B*S, ...]."""
-        taken = self.seat_mapping.select_seats(x, lead)
-        return taken.flatten(lead, lead + 1)
+        return self.seat_mapping.select_seats(x, lead).flatten(lead, lead + 1)
+
+    def optional_rows(self, x: np.ndarray | Tensor | None, lead: int = 2) -> Tensor | None:
+        """Selects the members' rows like `rows`; None stays None."""
+        return None if x is None else self.rows(x, lead)
 
     def observations(self, obs: np.ndarray | Tensor, lead: int = 2) -> Tensor:
         """Returns the networks' inputs: [T, B, N, *view] -> [P, T, B*S, *view], normalised if configured."""
-        x = self.seat_mapping.network_inputs(obs, lead).flatten(lead, lead + 1)
-        return self.norm.normalise(x) if self.norm else x
+        return normalise(self.norm, self.seat_mapping.network_inputs(obs, lead).flatten(lead, lead + 1))
 
-    def actions(self, batch: RolloutBatch | RolloutTensors) -> Tensor:
-        """Returns the members' actions [P, T, B*S, ...], int64 or float32."""
-        taken = self.rows(batch.actions)
-        taken = taken[..., : self.head.width] if self.head.width else taken
-        return taken if taken.is_floating_point() else taken.long()
+    def actions(self, actions: np.ndarray | Tensor, lead: int = 2) -> Tensor:
+        """Returns the members' actions [P, T, B*S, ...], int64 or float32, from those of all seats."""
+        rows = self.rows(actions, lead)
+        if self.head.width:  # they are padded to the longest action of any seat
+            rows = rows[..., : self.head.width]
+        if not rows.is_floating_point():
+            rows = rows.long()
+        return rows
+
+    def action_masks(self, batch: RolloutBatch | RolloutTensors) -> Tensor | None:
+        """Returns the masks of the members' actions [P, T, B*S, A]; None: every action is legal."""
+        return None if batch.action_mask is None else self.rows(batch.action_mask)[:, :-1]
 
     @torch.no_grad()
     def action_logp(self, batch: RolloutTensors) -> Tensor:
@@ -111,20 +120,17 @@ class PolicyStack:
         seats in the order of `seat_mapping.all_seats`."""
         is_first = self.seat_mapping.repeat_games(batch.is_first)[:, :-1]
         memory = batch.recurrent_state.get("+".join(self.seat_mapping.names))
-        action_mask = None if batch.action_mask is None else self.rows(batch.action_mask)[:, :-1]
-        actions = self.actions(batch)
+        actions = self.actions(batch.actions)
         acts = self.rows(batch.agent_mask)[:, :-1]
         observations = self.observations(batch.obs)[:, :-1]
         out, _ = self.net.unroll_with_values(observations, memory, is_first, Team(acts, actions))
-        logp, _ = self.head.evaluate_actions(out, actions, action_mask)
+        logp, _ = self.head.evaluate_actions(out, actions, self.action_masks(batch))
         return self.seat_mapping.by_seat(logp)
 
     def build_policy(self, selector: ActionSelector) -> NetVectorPolicy:
         """Returns a player of these policies that selects actions with `selector`."""
-        norm = self.norm.normalise if self.norm else None
-        return NetVectorPolicy(
-            self.seat_mapping, self.net, selector, [self.version] * len(self.seat_mapping.names), norm
-        )
+        versions = [self.version] * len(self.seat_mapping.names)
+        return NetVectorPolicy(self.seat_mapping, self.net, selector, versions, self.norm)
 
 
 HEADS: dict[str, Callable[[Any], ActionHead]] = {
@@ -140,8 +146,9 @@ HEADS: dict[str, Callable[[Any], ActionHead]] = {
 def write_policy(stack: PolicyStack, p: int, folder: Path) -> None:
     """Writes one policy of a stack: weights to policy.safetensors; shape, config and version to member.json."""
     weights = {name: value.cpu().numpy() for name, value in member_weights(stack.net, p).items()}
-    norm = {} if stack.norm is None else {f"norm/{k}": v[p].cpu().numpy() for k, v in stack.norm.state_dict().items()}
-    write_arrays(folder / "policy.safetensors", weights | norm)
+    if stack.norm is not None:
+        weights |= {f"norm/{k}": v[p].cpu().numpy() for k, v in stack.norm.state_dict().items()}
+    write_arrays(folder / "policy.safetensors", weights)
     facts = {
         "name": stack.seat_mapping.names[p],
         "head": type(stack.head).__name__,
@@ -214,10 +221,11 @@ def read_policy(
     """Loads a policy like `read_frozen_member`, as a separate player that acts on `device`."""
     member, version = read_frozen_member(folder, env, seats, best=best)
     head = member.head.to(device)
-    norm = member.norm.to(device) if member.norm else None
-    choose = greedy_selector(head) if member.greedy else sampling_selector(head)
-    normalise = norm.normalise if norm else None
-    return NetVectorPolicy(member.seat_mapping, member.net.to(device), choose, [version], normalise)
+    selector = greedy_selector(head) if member.greedy else sampling_selector(head)
+    norm = member.norm
+    if norm is not None:
+        norm = norm.to(device)
+    return NetVectorPolicy(member.seat_mapping, member.net.to(device), selector, [version], norm)
 
 
 def strip_prefix(arrays: Mapping[str, np.ndarray], name: str) -> dict[str, np.ndarray]:

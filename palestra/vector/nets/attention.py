@@ -7,13 +7,14 @@ Shapes: `P` members, `G` sequences, `S` query positions, `K` key positions, `H` 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from palestra.vector.nets.dense import GAIN, Activation, LayerNorm, Linear
+from palestra.vector.nets.on_device import all_known, identity
 from palestra.vector.nets.retention import StepMemory
 
 AttentionType = Literal["softmax", "retention"]
@@ -44,9 +45,10 @@ class Attention(nn.Module):
             past.append(keys_values)
             keys_values = torch.cat(past, 1)
         keys, values = keys_values.unbind(2)
-        allowed = None if mask is None else mask.flatten(0, 1)[:, None]
+        if mask is not None:
+            mask = mask.flatten(0, 1)[:, None]
         attended = scaled_dot_product_attention(
-            queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), allowed
+            queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), mask
         )
         return rowwise(self.out, attended.transpose(1, 2).reshape(P, G, S, H))
 
@@ -90,7 +92,9 @@ class Retention(nn.Module):
             retained = queries @ _next_state(keys.mT @ values, mask, past)
         else:
             scores = queries @ keys.mT
-            retained = (scores if mask is None else scores * mask.flatten(0, 1)[:, None]) @ values
+            if mask is not None:
+                scores = scores * mask.flatten(0, 1)[:, None]
+            retained = scores @ values
             if past is not None:
                 retained = retained + past.read(queries, keys, values)
         normed = nn.functional.layer_norm(retained, retained.shape[-1:]).transpose(1, 2).reshape(P, G, S, H)
@@ -105,18 +109,28 @@ def _next_state(kv: Tensor, mask: Tensor | None, past: list[Tensor]) -> Tensor:
     first position it holds the state of earlier steps, or nothing."""
     if len(past) == 2:
         state, last = past
-        state = state + (last if mask is None else last * mask[..., -2].reshape(-1, 1, 1, 1))
+        if mask is not None:
+            last = last * mask[..., -2].reshape(-1, 1, 1, 1)
+        state = state + last
     else:
         state = past[0] if past else torch.zeros_like(kv)
     past[:] = [state, kv]
     return state + kv
 
 
-def make_attention(
-    kind: AttentionType, units: int, heads: int, generators: Sequence[torch.Generator]
-) -> Attention | Retention:
+class BlockShape(NamedTuple):
+    """Shape of a block of attention, or of retention, and a feed-forward layer."""
+
+    units: int
+    heads: int
+    activation: Activation
+    kind: AttentionType = "softmax"
+
+
+def make_attention(shape: BlockShape, generators: Sequence[torch.Generator]) -> Attention | Retention:
     """Returns a layer of attention or of retention. Raises ValueError if the number of heads does not fit."""
-    return (Retention if kind == "retention" else Attention)(units, heads, generators)
+    layer = Retention if shape.kind == "retention" else Attention
+    return layer(shape.units, shape.heads, generators)
 
 
 def _check_heads(units: int, heads: int) -> None:
@@ -145,22 +159,23 @@ class SelfAttentionBlock(nn.Module):
     """Self-attention, then a feed-forward layer, each added to its input and normalised: [P, G, S, H] -> [P, G, S, H].
     With retention `memory` lets it read earlier steps."""
 
-    def __init__(
-        self,
-        units: int,
-        heads: int,
-        activation: Activation,
-        generators: Sequence[torch.Generator],
-        kind: AttentionType = "softmax",
-    ) -> None:
+    def __init__(self, shape: BlockShape, generators: Sequence[torch.Generator]) -> None:
         super().__init__()
-        self.attention = make_attention(kind, units, heads, generators)
-        self.feed_forward = FeedForward(units, activation, generators)
-        self.norms = nn.ModuleList(LayerNorm(units, len(generators)) for _ in range(2))
+        self.attention = make_attention(shape, generators)
+        self.feed_forward = FeedForward(shape.units, shape.activation, generators)
+        self.norms = nn.ModuleList(LayerNorm(shape.units, len(generators)) for _ in range(2))
 
     def forward(self, x: Tensor, mask: Tensor | None, memory: StepMemory | None = None) -> Tensor:
         x = rowwise(self.norms[0], x + self.attention(x, x, mask, memory))
         return rowwise(self.norms[1], x + self.feed_forward(x))
+
+
+def attention_mask(present: Tensor) -> Tensor | None:
+    """Returns a mask [P, G, S, S] of the positions that each may attend to: itself and those `present` [P, G, S]. None
+    allows all."""
+    if all_known(present):
+        return None
+    return present[:, :, None] | identity(present.shape[2], present.device).bool()
 
 
 def rowwise(layer: nn.Module, x: Tensor) -> Tensor:

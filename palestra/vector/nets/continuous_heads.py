@@ -125,8 +125,12 @@ class TanhHead(BoundedHead):
 
     def evaluate_actions(self, out: Tensor, action: Tensor, action_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         gap = self.to_unit(action) - torch.tanh(out)
-        logp = self._logp(gap / self.noise if self.noise else torch.zeros_like(gap))
-        entropy = 0.5 * math.log(2 * math.pi * math.e) + math.log(self.noise) if self.noise else 0.0
+        deviations = torch.zeros_like(gap)
+        entropy = 0.0
+        if self.noise:
+            deviations = gap / self.noise
+            entropy = 0.5 * math.log(2 * math.pi * math.e) + math.log(self.noise)
+        logp = self._logp(deviations)
         return logp, torch.full_like(logp, entropy * self.width)
 
     def _logp(self, noise: Tensor) -> Tensor:

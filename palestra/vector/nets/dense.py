@@ -25,6 +25,13 @@ GAIN = {"tanh": 5 / 3, "relu": math.sqrt(2)}  # of initial weights, by activatio
 MIN_PRODUCTS = 2**19
 TANH_PRODUCTS = 64
 SMALLEST_COLUMNS = 16
+FUNCTIONS: dict[str, Any] = {"tanh": torch.tanh, "relu": torch.relu}
+IN_PLACE: dict[str, Any] = {"tanh": torch.tanh_, "relu": torch.relu_}
+# by activation function: its derivative's operation, and the arguments after gradient and output
+BACKWARD: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "tanh": (torch.ops.aten.tanh_backward, ()),
+    "relu": (torch.ops.aten.threshold_backward, (0,)),
+}
 MIN_WIDTH = 64  # least number of inputs or outputs for oneDNN; in narrower layers results equal PyTorch's to the bit
 
 
@@ -53,9 +60,11 @@ class DenseLayers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor | None) -> tuple[Tensor | None, ...]:
-        depth, (x, *saved) = len(outer), [_unstack_single(tensor) for tensor in ctx.saved_tensors]
+        depth = len(outer)
+        x, *saved = (_unstack_single(tensor) for tensor in ctx.saved_tensors)
         weights = saved[:depth]
         outputs = saved[depth:]
+        inputs = [x, *outputs]
         gradients: list[Tensor | None] = [None] * (2 * depth)
         g: Tensor | None = None
         for i in reversed(range(depth)):
@@ -66,10 +75,13 @@ class DenseLayers(torch.autograd.Function):
                 continue
             g = _before_activation(g, outputs[i], ctx.activations[i], in_place)
             if ctx.needs_input_grad[2 + 2 * i]:
-                gradients[2 * i] = _stack_single(_weight_gradient(outputs[i - 1] if i else x, g))
+                gradients[2 * i] = _stack_single(_weight_gradient(inputs[i], g))
                 gradients[2 * i + 1] = _stack_single(g.sum(-2, keepdim=True))
-            g = _product(g, weights[i].mT) if i or ctx.needs_input_grad[0] else None
-        return None if g is None else _stack_single(g), None, *gradients
+            if i or ctx.needs_input_grad[0]:
+                g = _product(g, weights[i].mT)
+        if g is None or not ctx.needs_input_grad[0]:
+            return None, None, *gradients
+        return _stack_single(g), None, *gradients
 
 
 def _outputs(x: Tensor, activations: Sequence[Activation | None], parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -85,9 +97,12 @@ def _outputs(x: Tensor, activations: Sequence[Activation | None], parameters: Se
         else:
             if x.is_cpu:
                 x = _product(x, _unstack_single(weight)).add_(_unstack_single(bias))
-            else:  # one kernel; on the CPU the sum in place is faster
-                x = torch.baddbmm(bias, x, weight) if x.dim() == 3 else torch.addmm(bias.flatten(), x, weight[0])
-            x = x if activation is None else x.tanh_() if activation == "tanh" else x.relu_()
+            elif x.dim() == 3:  # one kernel; on the CPU the sum in place is faster
+                x = torch.baddbmm(bias, x, weight)
+            else:
+                x = torch.addmm(bias.flatten(), x, weight[0])
+            if activation is not None:
+                IN_PLACE[activation](x)
         outputs.append(x)
     outputs[-1] = _stack_single(x)
     return outputs
@@ -109,7 +124,9 @@ def _by_onednn(product: Product, x: Tensor, weight: Tensor, bias: Tensor, activa
     else:
         members = zip(x.contiguous(), weight.mT, bias[:, 0], strict=True)
         out = torch.stack([product(*member, fused) for member in members])
-    return out.relu_() if activation == "relu" else out
+    if activation == "relu":
+        out.relu_()
+    return out
 
 
 def _before_activation(g: Tensor, out: Tensor, activation: Activation | None, in_place: bool) -> Tensor:
@@ -117,9 +134,11 @@ def _before_activation(g: Tensor, out: Tensor, activation: Activation | None, in
     its output; `in_place` overwrites `g` with the result."""
     if activation is None:
         return g
-    operation: Any = torch.ops.aten.tanh_backward if activation == "tanh" else torch.ops.aten.threshold_backward
-    arguments = (g, out) if activation == "tanh" else (g, out, 0)
-    grad: Tensor = operation.grad_input(*arguments, grad_input=g) if in_place else operation(*arguments)
+    operation, more = BACKWARD[activation]
+    if in_place:
+        operation.grad_input(g, out, *more, grad_input=g)
+        return g
+    grad: Tensor = operation(g, out, *more)
     return grad
 
 
@@ -206,8 +225,7 @@ class MLP(nn.Module):
         layers: list[Any] = list(self.layers)
         norms = list(self.norms)
         for norm, layer in zip(norms, layers, strict=False):  # the last layer may have no norm
-            x = norm(layer(x))
-            x = torch.tanh(x) if self.activation == "tanh" else torch.relu(x)
+            x = FUNCTIONS[self.activation](norm(layer(x)))
         activations: list[Activation | None] = [self.activation] * self.active + [None] * (len(layers) - self.active)
         if last is not None:
             layers = [*layers, last]

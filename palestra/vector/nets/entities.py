@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from palestra.envs.vector_base import VectorEnv
-from palestra.vector.nets.attention import SelfAttentionBlock
+from palestra.vector.nets.attention import BlockShape, SelfAttentionBlock, attention_mask
 from palestra.vector.nets.dense import GAIN, Activation, Linear
-from palestra.vector.nets.on_device import all_known, constant, identity
+from palestra.vector.nets.on_device import constant, identity
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class EntityLayout:
         """Returns arranged observations [..., *seats.shape, D], with zeros for missing entities, from observations
         [..., *seats.shape, any] of the seats numbered `seats`."""
         lost = (-1,) * self.size
-        columns = constant(tuple(lost if of_seat is None else of_seat for of_seat in self.columns), obs.device)[seats]
+        columns = constant(tuple(of_seat or lost for of_seat in self.columns), obs.device)[seats]
         padded = nn.functional.pad(obs, (0, 1))
         index = torch.where(columns < 0, obs.shape[-1], columns)
         return padded.gather(-1, index.expand(*obs.shape[:-1], self.size))
@@ -125,7 +125,8 @@ class EntityEncoder(nn.Module):
         self.neighbours = neighbours
         self.own = Linear(inputs - layout.size + layout.own, units, GAIN[activation], generators)
         self.kinds = nn.ModuleList(Linear(width, units, GAIN[activation], generators) for width in layout.widths)
-        self.blocks = nn.ModuleList(SelfAttentionBlock(units, heads, activation, generators) for _ in range(blocks))
+        shape = BlockShape(units, heads, activation)
+        self.blocks = nn.ModuleList(SelfAttentionBlock(shape, generators) for _ in range(blocks))
 
     def forward(self, obs: Tensor) -> Tensor:
         layout, (P, R, _) = self.layout, obs.shape
@@ -142,7 +143,7 @@ class EntityEncoder(nn.Module):
         x = torch.cat(tokens, 2)
         seen = torch.cat(present, 2)
         if self.neighbours is None:
-            mask = None if all_known(seen) else seen[:, :, None] | identity(seen.shape[2], seen.device).bool()
+            mask = attention_mask(seen)
         else:
             places = [each[..., list(at)] for each, at in zip(by_kind, layout.positions, strict=True)]
             mask = nearest(nn.functional.pad(torch.cat(places, 2), (0, 0, 1, 0)), seen, self.neighbours)

@@ -44,4 +44,6 @@ class CorrelatedNoise:
 
     def load(self, arrays: Mapping[str, np.ndarray], device: torch.device) -> None:
         """Restores a state that `arrays` returned."""
-        self.last = torch.from_numpy(np.array(arrays["last"])).to(device) if "last" in arrays else None
+        self.last = None
+        if "last" in arrays:
+            self.last = torch.from_numpy(np.array(arrays["last"])).to(device)

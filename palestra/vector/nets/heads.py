@@ -108,7 +108,9 @@ class CategoricalScore(torch.autograd.Function):
         g_logp = g_logp[..., None]
         g_entropy = g_entropy[..., None]
         g = (logp + entropy[..., None]).mul_(g_entropy).add_(g_logp).mul_(p).neg_().scatter_add_(-1, index, g_logp)
-        return None, g if action_mask is None else g.masked_fill_(~action_mask[..., : p.shape[-1]], 0.0), None, None
+        if action_mask is not None:
+            g.masked_fill_(~action_mask[..., : p.shape[-1]], 0.0)
+        return None, g, None, None
 
 
 class MultiCategoricalHead(ActionHead):
@@ -189,7 +191,9 @@ def make_head(space: Space) -> ActionHead:
     """Returns the distribution for an action space."""
     if isinstance(space, Discrete):
         return CategoricalHead(space)
-    return MultiCategoricalHead(space) if isinstance(space, MultiDiscrete) else GaussianHead(space)
+    if isinstance(space, MultiDiscrete):
+        return MultiCategoricalHead(space)
+    return GaussianHead(space)
 
 
 def encode_actions(space: Space, actions: Tensor) -> Tensor:
@@ -208,7 +212,9 @@ def encoding_size(space: Space) -> int:
     """Returns the length of the vectors that `encode_actions` returns."""
     if isinstance(space, Continuous):
         return len(space.low)
-    return space.n if isinstance(space, Discrete) else sum(space.sizes)
+    if isinstance(space, Discrete):
+        return space.n
+    return sum(space.sizes)
 
 
 def kl_divergence(head: ActionHead, old: Tensor, new: Tensor, action_mask: Tensor | None) -> Tensor:

@@ -147,8 +147,13 @@ class Convolutions(nn.Module):
         super().__init__()
         self.dtype = dtype
         height, width, channels = observation_shape
-        self.layers: tuple[tuple[int, int, int], ...] = self.SMALL if small else self.LAYERS
-        self.units = 256 if small else 512
+        self.layers: tuple[tuple[int, int, int], ...] = self.LAYERS
+        self.units = 512
+        least_pixels = 36
+        if small:
+            self.layers = self.SMALL
+            self.units = 256
+            least_pixels = 20
         self.kernels = nn.ParameterList()
         self.biases = nn.ParameterList()
         for outputs, size, stride in self.layers:
@@ -158,10 +163,9 @@ class Convolutions(nn.Module):
             width = (width - size) // stride + 1
             channels = outputs
         if height < 1 or width < 1:
-            least = 20 if small else 36
             raise ValueError(
-                f"pixels of {observation_shape[0]} x {observation_shape[1]} are too few for the convolutions: {least} "
-                f"x {least} at least"
+                f"pixels of {observation_shape[0]} x {observation_shape[1]} are too few for the convolutions: "
+                f"{least_pixels} x {least_pixels} at least"
             )
         self.last = Linear(height * width * channels, self.units, GAIN["relu"], generators)
 
@@ -172,7 +176,9 @@ class Convolutions(nn.Module):
         return dense_layers(features, ("relu",), weight, bias).float()
 
     def _member(self, p: int, x: Tensor) -> Tensor:
-        scale = 1 / 255 if x.dtype == torch.uint8 else 1.0  # applied to the first kernel, which is smaller than x
+        scale = 1.0
+        if x.dtype == torch.uint8:
+            scale = 1 / 255  # applied to the first kernel, which is smaller than x
         x = x.permute(0, 3, 1, 2).to(self.dtype)
         for kernel, bias, (_, _, stride) in zip(self.kernels, self.biases, self.layers, strict=True):
             weight = (kernel[p] * scale).to(self.dtype)
@@ -217,6 +223,11 @@ class Team(NamedTuple):
     actions: Tensor | None = None
 
 
+def acting_team(acts: Tensor | None, actions: Tensor | None = None) -> Team | None:
+    """Returns the seats that act, with their actions, as input of networks; None for networks that play no teams."""
+    return None if acts is None else Team(acts, actions)
+
+
 class Net(nn.Module):
     """P networks from observations to `outputs` numbers. `gain` scales the last layer's initial weights: small for
     policies, so that they start nearly uniform (Andrychowicz et al., 2021). With `with_value_head` a second last layer
@@ -256,7 +267,9 @@ class Net(nn.Module):
             dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
             if len(observation_shape) == 3:
                 self.pixels = Convolutions(observation_shape, generators, config.convolutions == "small", dtype)
-            inputs = self.pixels.units if self.pixels else math.prod(observation_shape)
+                inputs = self.pixels.units
+            else:
+                inputs = math.prod(observation_shape)
             if entities is not None:
                 blocks = config.attention_blocks
                 heads = config.attention_heads
@@ -265,12 +278,12 @@ class Net(nn.Module):
                 )
                 inputs = units
             self.body = MLP(inputs, config.hidden, config.activation, generators, layer_norm=bool(config.layer_norm))
-        self.communication = (
-            Communication(units, config.communication_rounds, config.activation, generators)
-            if config.communication_rounds
-            else None
-        )
-        self.gru = GRU(units, config.gru_units, generators) if config.gru_units else None
+        self.communication: Communication | None = None
+        if config.communication_rounds:
+            self.communication = Communication(units, config.communication_rounds, config.activation, generators)
+        self.gru: GRU | None = None
+        if config.gru_units:
+            self.gru = GRU(units, config.gru_units, generators)
         features = config.gru_units or units
         self.head = Linear(features, outputs, gain, generators)
         self.value_head = Linear(features, 1, 1.0, generators) if with_value_head else None
@@ -318,13 +331,15 @@ class Net(nn.Module):
         """Returns the inputs of the last layers [P, T, R, H], and the recurrent state after each step (None for
         feed-forward networks)."""
         P, T, R = obs.shape[:3]
+        if recurrent_state is None and self.recurrent_units:
+            recurrent_state = self.initial_state(P, R)
         if isinstance(self.body, OwnBody) and self.body.state_size:
-            state = self.initial_state(P, R) if recurrent_state is None else recurrent_state
-            return self.body.unroll(obs, state, is_first)
+            assert recurrent_state is not None
+            return self.body.unroll(obs, recurrent_state, is_first)
         x = self._communicate(self._encode_obs(obs.reshape(P, T * R, *obs.shape[3:])), team).view(P, T, R, -1)
         if self.gru is None:
             return x, None
-        x = self.gru(x, self.initial_state(P, R) if recurrent_state is None else recurrent_state, is_first)
+        x = self.gru(x, recurrent_state, is_first)
         return x, x
 
     def _feed_forward(self, obs: Tensor, team: Team | None) -> Tensor:
@@ -352,13 +367,21 @@ class Net(nn.Module):
         """Returns features [P, R, H] after the rounds of communication, if there are any."""
         if self.communication is None:
             return x
-        acts = None if team is None else team.acts.reshape(x.shape[:2])
+        acts = team.acts.reshape(x.shape[:2]) if team is not None else None
         out: Tensor = self.communication(x, acts, self.team_size)
         return out
 
     def initial_state(self, members: int, rows: int) -> Tensor:
         """Returns the recurrent state at the start of a game, zeros [P, R, H]."""
         return self.head.weight.new_zeros(members, rows, self.recurrent_units)
+
+
+def states_at(states: Tensor | None, seats: int, times: Tensor, games: Tensor) -> Tensor | None:
+    """Returns the recurrent states [P, F*S, W] after the steps `times` [F] of `games` [F], from those after all steps
+    [P, T, B*S, W]. None stays None."""
+    if states is None:
+        return None
+    return states.unflatten(2, (-1, seats))[:, times, games].flatten(1, 2)
 
 
 def make_generators(seeds: Sequence[int]) -> list[torch.Generator]:

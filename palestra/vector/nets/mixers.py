@@ -61,8 +61,11 @@ class QMIXMixer(nn.Module):
         self.units = units
         self.monotonic = monotonic
         generators = make_generators([seed])
-        biases = (units**-0.5, units**-0.5) if near_sum else (1.0, 1 / units)
-        gains = [STATE_SHARE * bias for bias in biases] if near_sum else [1.0, 1.0]
+        biases = (1.0, 1 / units)
+        gains = [1.0, 1.0]
+        if near_sum:
+            biases = (units**-0.5, units**-0.5)
+            gains = [STATE_SHARE * bias for bias in biases]
         outputs = (seats * units, units)
         self.weights = nn.ModuleList(
             MLP(state, [], "relu", generators, size, gain=gain) for size, gain in zip(outputs, gains, strict=True)

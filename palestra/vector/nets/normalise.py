@@ -54,7 +54,8 @@ class RunningNorm(nn.Module):
 
     def normalise(self, x: Tensor) -> Tensor:
         """Returns x [P, ..., D] in deviations from the mean, clamped to `clip`."""
-        x = x if x.is_floating_point() else x.float()
+        if not x.is_floating_point():
+            x = x.float()
         mean = self._like(self.mean, x)
         deviation = self._like(self.std(), x)
         scaled = (x - mean) / deviation
@@ -68,6 +69,11 @@ class RunningNorm(nn.Module):
     def _like(statistic: Tensor, x: Tensor) -> Tensor:
         """Broadcasts a statistic to x: [P, D] -> [P, 1, ..., D] in x's dtype."""
         return statistic.to(x.dtype).view(len(statistic), *[1] * (x.dim() - 2), statistic.shape[-1])
+
+
+def normalise(norm: RunningNorm | None, x: Tensor) -> Tensor:
+    """Returns x [P, ..., D] normalised by `norm`; with None unchanged."""
+    return x if norm is None else norm.normalise(x)
 
 
 @torch.no_grad()

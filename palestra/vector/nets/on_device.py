@@ -49,19 +49,20 @@ def pinned_zeros(shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
 def to_arrays(actions: Tensor, logp: Tensor | None) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns actions [B, S, ...] (integers or float32) and log-probabilities [B, S] float32 (None: none) as arrays.
     From a device other than the CPU both are copied at once, 32 bits per number, and integers become int32."""
-    if actions.is_cpu:
-        return actions.numpy(), None if logp is None else logp.numpy()
-    bits = (actions if actions.is_floating_point() else actions.int()).view(torch.int32)
     if logp is None:
-        return _with_dtype_of(actions, bits.cpu().numpy()), None
-    wide = bits[..., None] if actions.dim() == logp.dim() else bits
-    both = torch.cat([wide, logp.view(torch.int32)[..., None]], -1).cpu().numpy()
-    action_bits = np.ascontiguousarray(both[..., 0] if actions.dim() == logp.dim() else both[..., :-1])
-    return _with_dtype_of(actions, action_bits), np.ascontiguousarray(both[..., -1]).view(np.float32)
-
-
-def _with_dtype_of(actions: Tensor, bits: np.ndarray) -> np.ndarray:
-    return bits.view(np.float32) if actions.is_floating_point() else bits
+        if not actions.is_floating_point() and not actions.is_cpu:
+            actions = actions.int()
+        return actions.cpu().numpy(), None
+    if actions.is_cpu:
+        return actions.numpy(), logp.numpy()
+    dtype: Any = np.float32
+    if not actions.is_floating_point():
+        actions = actions.int()
+        dtype = np.int32
+    bits = actions.view(torch.int32).reshape(*logp.shape, -1)  # one number, or several, per action
+    both = torch.cat([bits, logp.view(torch.int32)[..., None]], -1).cpu().numpy()
+    chosen = np.ascontiguousarray(both[..., :-1]).view(dtype).reshape(actions.shape)
+    return chosen, np.ascontiguousarray(both[..., -1]).view(np.float32)
 
 
 def numbers_of(lines: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -155,10 +156,11 @@ class RolloutTensors:
             worker=batch.worker,
         )
 
-    def last_action_masks(self) -> Tensor:
+    def last_action_masks(self) -> Tensor | None:
         """Returns the action masks [F, N, A] of each seat's last decision before the ends of games; for a seat without
-        a decision in the batch, the mask of its first step."""
-        assert self.action_mask is not None
+        a decision in the batch, the mask of its first step. None: every action is legal."""
+        if self.action_mask is None:
+            return None
         times, games = self.end_index
         steps = torch.arange(len(self.agent_mask), device=times.device)[:, None, None]
         last = torch.where(self.agent_mask, steps, 0).cummax(0).values

@@ -82,19 +82,23 @@ class OwnBody(nn.Module):
     def _count_units(self, module: nn.Module, shape: tuple[int, ...]) -> int:
         """Returns the number of features that the module returns for observations of zeros."""
         takes = f"observations of shape {(ROWS, *shape)}"
+        must = f"features [{ROWS}, N]"
         inputs = [torch.zeros(ROWS, *shape)]
+        wanted: list[tuple[int, ...]] = []
         if self.state_size:
             takes += f" and a state of shape {(ROWS, self.state_size)}"
+            must += f" and a state {[ROWS, self.state_size]}"
             inputs.append(torch.zeros(ROWS, self.state_size))
+            wanted = [(ROWS, self.state_size)]
         try:
             returned = module(*inputs)
         except Exception as error:  # a user's code may raise anything
             raise ValueError(f"{self.label} fails for {takes}: {type(error).__name__}: {error}") from error
-        features, *states = returned if isinstance(returned, tuple) else (returned,)
-        wanted = [(ROWS, self.state_size)] if self.state_size else []
+        if not isinstance(returned, tuple):
+            returned = (returned,)
+        features, *states = returned
         fits = isinstance(features, Tensor) and features.dim() == 2 and len(features) == ROWS
         if not fits or [_shape(state) for state in states] != wanted:
-            must = f"features [{ROWS}, N]" + (f" and a state {list(wanted[0])}" if wanted else "")
             shapes = ", ".join(str(_shape(part)) for part in (features, *states))
             raise ValueError(f"{self.label} returns {shapes} for {takes}: it must return {must}")
         return int(features.shape[1])
@@ -120,7 +124,8 @@ class OwnBody(nn.Module):
 
     def _call(self, p: int, obs: Tensor, *state: Tensor) -> Any:
         weights = {key.replace("/", "."): weight[p] for key, weight in self.weights.items()}
-        obs = obs if obs.dtype == torch.uint8 else obs.float()
+        if obs.dtype != torch.uint8:
+            obs = obs.float()
         return functional_call(self._template[0], weights, (obs, *state))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

@@ -210,7 +210,9 @@ class ReplayBuffer(CreditedReplay):
 def rows_as_tensor(column: np.ndarray, places: np.ndarray) -> Tensor:
     """Returns rows of a column as a tensor; int32 actions become int64, as torch indexing needs."""
     rows = torch.from_numpy(column[places])
-    return rows.long() if rows.dtype == torch.int32 else rows
+    if rows.dtype == torch.int32:
+        rows = rows.long()
+    return rows
 
 
 def powers(gamma: float, n: int) -> np.ndarray:
@@ -263,7 +265,9 @@ def rollout_arrays(
 ) -> RolloutArrays:
     """Returns the arrays of a batch that credit is computed from. With `team` a seat's future ends when the last seat
     of the team terminates."""
-    deciding = np.ones_like(batch.agent_mask) if count_env_steps else batch.agent_mask
+    deciding = batch.agent_mask
+    if count_env_steps:
+        deciding = np.ones_like(deciding)
     terminated = batch.seats_terminated
     if len(team):
         terminated = np.repeat(terminated[..., list(team)].all(-1, keepdims=True), terminated.shape[2], 2)
@@ -391,9 +395,12 @@ def write_next(columns: Mapping[str, np.ndarray], after: NextValues, events: Cre
                 continue
             row, seat, moment, game = (array[chosen] for array in events)
             for name, (moments, ends) in after.items():
-                at_end = ends[end[moment - T - 1, game]] if over else None
+                values = moments
+                place: tuple[np.ndarray, ...] = (moment, game)
+                if over:
+                    values = ends
+                    place = (end[moment - T - 1, game],)
                 if everyone:
-                    columns[name][row] = moments[moment, game] if at_end is None else at_end
+                    columns[name][row] = values[place]
                 elif name != "next_state":
-                    many = np.arange(len(row))
-                    columns[name][row, seat] = moments[moment, game, seat] if at_end is None else at_end[many, seat]
+                    columns[name][row, seat] = values[(*place, seat)]

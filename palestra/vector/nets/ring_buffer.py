@@ -50,7 +50,9 @@ class RingBuffer:
         for name, value in values.items():
             if name not in self.columns:
                 self.columns[name] = np.zeros((self.capacity, *value.shape[1:]), value.dtype)
-            self.columns[name][places] = value if all_fit else value[newest]
+            if not all_fit:
+                value = value[newest]
+            self.columns[name][places] = value
         if self.tree is not None:
             self.tree.set_values(places, np.zeros(len(places)))
         return places

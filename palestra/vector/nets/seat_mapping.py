@@ -55,7 +55,9 @@ class SeatMapping:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        return (self.observation_shape[0] + self.num_seats,) if self.seat_id else self.observation_shape
+        if self.seat_id:
+            return (self.observation_shape[0] + self.num_seats,)
+        return self.observation_shape
 
     def select_seats(self, array: np.ndarray | Tensor, leading_dims: int) -> Tensor:
         """Selects the members' seats: [..., N, *rest] with `leading_dims` dimensions before the seats -> [P, ..., S,

@@ -22,12 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from palestra.envs.vector_base import Space
-from palestra.vector.nets.attention import AttentionType, FeedForward, Past, SelfAttentionBlock, make_attention, rowwise
-from palestra.vector.nets.dense import GAIN, Activation, LayerNorm, Linear
+from palestra.vector.nets.attention import (
+    BlockShape,
+    FeedForward,
+    Past,
+    SelfAttentionBlock,
+    attention_mask,
+    make_attention,
+    rowwise,
+)
+from palestra.vector.nets.dense import GAIN, LayerNorm, Linear
 from palestra.vector.nets.entities import EntityLayout
 from palestra.vector.nets.heads import encode_actions, encoding_size, make_head
 from palestra.vector.nets.layers import Net, NetConfig, Team
-from palestra.vector.nets.on_device import all_known, identity
 from palestra.vector.nets.retention import StepMemory, head_decays
 
 # outputs [P, G, O] and the number of a seat within the team -> its actions [P, G, ...] and log-probabilities [P, G]
@@ -38,19 +45,12 @@ class DecoderBlock(nn.Module):
     """A block of the decoder: self-attention over the actions before a seat, then attention of the seat's encoding to
     its result, then a feed-forward layer, each added to its input and normalised (Wen et al., 2022, section 3.2)."""
 
-    def __init__(
-        self,
-        units: int,
-        heads: int,
-        activation: Activation,
-        generators: Sequence[torch.Generator],
-        kind: AttentionType = "softmax",
-    ) -> None:
+    def __init__(self, shape: BlockShape, generators: Sequence[torch.Generator]) -> None:
         super().__init__()
-        self.to_actions = make_attention(kind, units, heads, generators)
-        self.to_encoding = make_attention(kind, units, heads, generators)
-        self.feed_forward = FeedForward(units, activation, generators)
-        self.norms = nn.ModuleList(LayerNorm(units, len(generators)) for _ in range(3))
+        self.to_actions = make_attention(shape, generators)
+        self.to_encoding = make_attention(shape, generators)
+        self.feed_forward = FeedForward(shape.units, shape.activation, generators)
+        self.norms = nn.ModuleList(LayerNorm(shape.units, len(generators)) for _ in range(3))
 
     def forward(
         self, x: Tensor, encoded: Tensor, mask: Tensor | None, past: tuple[Past, Past] = (None, None)
@@ -99,18 +99,20 @@ class MultiAgentTransformer(Net):
         heads = config.attention_heads
         activation = config.activation
         blocks = range(config.attention_blocks)
-        kind = config.attention_type
+        shape = BlockShape(units, heads, activation, config.attention_type)
         self.action_space = space
         self.activation = activation
-        self.encoder = nn.ModuleList(SelfAttentionBlock(units, heads, activation, generators, kind) for _ in blocks)
-        self.decoder = nn.ModuleList(DecoderBlock(units, heads, activation, generators, kind) for _ in blocks)
+        self.encoder = nn.ModuleList(SelfAttentionBlock(shape, generators) for _ in blocks)
+        self.decoder = nn.ModuleList(DecoderBlock(shape, generators) for _ in blocks)
         self.action_embedding = Linear(encoding_size(space) + 1, units, GAIN[activation], generators)
         self.before_head = Linear(units, units, GAIN[activation], generators)
         self.before_value = Linear(units, units, GAIN[activation], generators)
         self.norms = nn.ModuleList(LayerNorm(units, len(generators)) for _ in range(2))  # of observations and actions
         self.retention_decay = config.retention_decay
         self.state_shape = (3 * len(blocks), heads, units // heads, units // heads)  # of a team: encoder, then decoder
-        self.recurrent_units = -(-math.prod(self.state_shape) // team_size) if config.retention_decay else 0
+        self.recurrent_units = 0
+        if config.retention_decay:
+            self.recurrent_units = math.ceil(math.prod(self.state_shape) / team_size)
 
     # ---- memory of earlier steps
 
@@ -123,11 +125,13 @@ class MultiAgentTransformer(Net):
         P, T, R = acts.shape
         G = R // self.team_size
         size = math.prod(self.state_shape)
-        begun = torch.zeros_like(acts) if is_first is None else is_first
-        first = begun.view(P, T, G, -1)[..., 0].transpose(1, 2).reshape(P * G, T)
-        state = self.initial_state(P, R) if recurrent_state is None else recurrent_state
-        states = state.reshape(P * G, -1)[:, :size].view(P * G, *self.state_shape).unbind(1)
-        kappa = head_decays(self.retention_decay, self.state_shape[1], state)
+        if is_first is None:
+            is_first = torch.zeros_like(acts)
+        if recurrent_state is None:
+            recurrent_state = self.initial_state(P, R)
+        first = is_first.view(P, T, G, -1)[..., 0].transpose(1, 2).reshape(P * G, T)
+        states = recurrent_state.reshape(P * G, -1)[:, :size].view(P * G, *self.state_shape).unbind(1)
+        kappa = head_decays(self.retention_decay, self.state_shape[1], recurrent_state)
         team_acts = self._by_team(acts).reshape(P * G, T, -1)
         return [StepMemory(layer, kappa, team_acts, first) for layer in states]
 
@@ -141,7 +145,9 @@ class MultiAgentTransformer(Net):
         """Returns the rows of T steps of games as G = T*games teams: [P, T, R, ...] -> [P, G, S, ...]. With memory the
         steps of a game follow each other, otherwise the games of a step."""
         teams = x.reshape(*x.shape[:2], -1, self.team_size, *x.shape[3:])
-        return (teams.transpose(1, 2) if self.recurrent_units else teams).flatten(1, 2)
+        if self.recurrent_units:
+            teams = teams.transpose(1, 2)
+        return teams.flatten(1, 2)
 
     def _by_step(self, x: Tensor, steps: int) -> Tensor:
         """Returns rows of teams as those of steps, the reverse of `_by_team`: [P, G, S, ...] -> [P, T, R, ...]."""
@@ -193,7 +199,9 @@ class MultiAgentTransformer(Net):
         [P, G, S] (None if `choose` gives none) and the new recurrent state [P, R, W] (None without memory). `obs` is
         [P, G, S, *view], `acts` [P, G, S], `is_first` [P, R]."""
         rows = acts.flatten(1)[:, None]
-        memories = self._memories(recurrent_state, None if is_first is None else is_first[:, None], rows)
+        if is_first is not None:
+            is_first = is_first[:, None]
+        memories = self._memories(recurrent_state, is_first, rows)
         encoded = self.encode(obs, acts, memories)
         mask = _mask(acts, causal=True)
         token = self._start(encoded)
@@ -209,10 +217,14 @@ class MultiAgentTransformer(Net):
             logps.append(logp)
             code = encode_actions(self.action_space, action)[:, :, None]
             token = torch.where(acts[:, :, i, None, None], nn.functional.pad(code, (0, 1)), token)
-        for memory, (before, last) in zip(kept, past if kept else (), strict=True):
-            memory.after_seats(before, last)
-        logp = None if logps[0] is None else torch.stack([logp for logp in logps if logp is not None], 2)
-        return torch.stack(actions, 2), logp, self._recurrent_state(memories, rows[:, 0]) if memories else None
+        if kept:
+            for memory, (before, last) in zip(kept, past, strict=True):
+                memory.after_seats(before, last)
+            recurrent_state = self._recurrent_state(memories, rows[:, 0])
+        known_logps = [logp for logp in logps if logp is not None]
+        if not known_logps:
+            return torch.stack(actions, 2), None, recurrent_state
+        return torch.stack(actions, 2), torch.stack(known_logps, 2), recurrent_state
 
     def _previous(self, codes: Tensor, acts: Tensor) -> Tensor:
         """Returns each seat's input token [P, G, S, A+1]: the encoded action of the last acting seat before it and a 0,
@@ -296,7 +308,9 @@ def _mask(acts: Tensor, causal: bool) -> Tensor | None:
     """Returns a mask [P, G, S, S] of the seats that each seat may attend to: itself and the seats that act, with
     `causal` only those before it. None allows all."""
     S = acts.shape[2]
-    if all_known(acts):
-        return torch.ones(S, S, dtype=torch.bool).tril().expand(*acts.shape, S) if causal else None
-    allowed = acts[:, :, None] | identity(S, acts.device).bool()
-    return allowed.tril() if causal else allowed
+    mask = attention_mask(acts)
+    if not causal:
+        return mask
+    if mask is None:
+        return torch.ones(S, S, dtype=torch.bool).tril().expand(*acts.shape, S)
+    return mask.tril()

@@ -14,6 +14,7 @@ from palestra.vector.nets.continuous_heads import LOG_2, BoundedHead
 from palestra.vector.nets.exploration_noise import CorrelatedNoise
 from palestra.vector.nets.heads import ActionHead
 from palestra.vector.nets.layers import Net, Team
+from palestra.vector.nets.normalise import RunningNorm, normalise
 from palestra.vector.nets.on_device import as_tensor, make_generator, to_arrays
 from palestra.vector.nets.seat_mapping import SeatMapping
 from palestra.vector.nets.transformer import MultiAgentTransformer, SeatSelector
@@ -24,8 +25,8 @@ ActionSelector = Callable[[Tensor, Tensor | None, torch.Generator], tuple[Tensor
 
 class NetVectorPolicy:
     """A stack of networks at its seats. `selector` converts outputs to actions: `sampling_selector(head)`,
-    `greedy_selector(head)`, or an algorithm's own exploration. `normalise` is applied to observations before the
-    networks. It acts on the device of the network: observations go there and actions come back in one copy each."""
+    `greedy_selector(head)`, or an algorithm's own exploration. `norm` normalises observations (None: they are not). It
+    acts on the device of the network: observations go there and actions come back in one copy each."""
 
     def __init__(
         self,
@@ -33,12 +34,12 @@ class NetVectorPolicy:
         net: Net,
         selector: ActionSelector,
         versions: Sequence[int] = (),
-        normalise: Callable[[Tensor], Tensor] | None = None,
+        norm: RunningNorm | None = None,
     ) -> None:
         self.seat_mapping = seat_mapping
         self.net = net
         self.selector = selector
-        self.normalise = normalise
+        self.norm = norm
         self.seats = seat_mapping.all_seats
         self.name = "+".join(seat_mapping.names)
         versions = versions or [0] * len(seat_mapping.names)
@@ -52,7 +53,9 @@ class NetVectorPolicy:
     def initial_state(self, num_envs: int) -> Tensor | None:
         P = len(self.seat_mapping.names)
         S = len(self.seat_mapping.seats[0])
-        return self.net.initial_state(P, num_envs * S) if self.net.recurrent_units else None
+        if not self.net.recurrent_units:
+            return None
+        return self.net.initial_state(P, num_envs * S)
 
     @torch.no_grad()
     def act(
@@ -60,12 +63,13 @@ class NetVectorPolicy:
     ) -> tuple[np.ndarray, np.ndarray | None, Tensor | None]:
         mapping = self.seat_mapping
         device = self.device
-        obs = mapping.network_inputs(as_tensor(vector_step.obs, device), 1)  # [P, B, S, *view]
-        obs = self.normalise(obs) if self.normalise else obs
-        mask = vector_step.action_mask
-        masks = None if mask is None else mapping.select_seats(as_tensor(mask, device), 1)
-        # [P, B, S]; only networks that play teams read it
-        acts = mapping.select_seats(as_tensor(vector_step.agent_mask, device), 1) if self.net.plays_team else None
+        obs = normalise(self.norm, mapping.network_inputs(as_tensor(vector_step.obs, device), 1))  # [P, B, S, *view]
+        masks = None
+        acts = None
+        if vector_step.action_mask is not None:
+            masks = mapping.select_seats(as_tensor(vector_step.action_mask, device), 1)
+        if self.net.plays_team:
+            acts = mapping.select_seats(as_tensor(vector_step.agent_mask, device), 1)  # [P, B, S]
         if isinstance(self.net, MultiAgentTransformer):
             assert acts is not None
             choose = self._seat_selector(masks)
@@ -74,8 +78,9 @@ class NetVectorPolicy:
             actions, logp, recurrent_state = self.net.play(obs, acts, choose, recurrent_state, begun)
         else:
             actions, logp, recurrent_state = self._act_at_once(obs, acts, masks, recurrent_state, is_first)
-        by_seat = mapping.in_seat_order(actions), None if logp is None else mapping.in_seat_order(logp)
-        return *to_arrays(*by_seat), recurrent_state
+        if logp is not None:
+            logp = mapping.in_seat_order(logp)
+        return *to_arrays(mapping.in_seat_order(actions), logp), recurrent_state
 
     def _act_at_once(
         self,
@@ -88,7 +93,7 @@ class NetVectorPolicy:
         """Returns the actions of all seats [P, B, S, ...], their log-probabilities and the new recurrent state."""
         P, B, S = obs.shape[:3]
         rows = obs.reshape(P, B * S, *obs.shape[3:])
-        team = None if acts is None else Team(acts.reshape(P, 1, B * S))
+        team = Team(acts.reshape(P, 1, B * S)) if acts is not None else None
         if recurrent_state is None:
             out = self.net(rows, team)
         else:
@@ -97,10 +102,12 @@ class NetVectorPolicy:
             assert memories is not None
             out = unrolled[:, 0]
             recurrent_state = memories[:, 0]
-        action_mask = None if masks is None else masks.reshape(P, B * S, -1)
-        actions, logp = self.selector(out, action_mask, self.generator)
-        by_seat = None if logp is None else logp.view(P, B, S)
-        return actions.view(P, B, S, *actions.shape[2:]), by_seat, recurrent_state
+        if masks is not None:
+            masks = masks.reshape(P, B * S, -1)
+        actions, logp = self.selector(out, masks, self.generator)
+        if logp is not None:
+            logp = logp.view(P, B, S)
+        return actions.view(P, B, S, *actions.shape[2:]), logp, recurrent_state
 
     def _seat_selector(self, masks: Tensor | None) -> SeatSelector:
         """Returns a function that selects the actions of one seat of each team; `masks` [P, B, S, A] are action

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from palestra.vector.nets.attention import Attention, Retention, make_attention
+from palestra.vector.nets.attention import Attention, BlockShape, Retention, make_attention
 from palestra.vector.nets.layers import make_generators
 
 
@@ -77,9 +77,9 @@ def test_order_of_positions_does_not_matter_without_a_mask() -> None:
 
 
 def test_heads_and_kinds() -> None:
-    assert isinstance(make_attention("softmax", 8, 2, make_generators([0])), Attention)
-    assert isinstance(make_attention("retention", 8, 2, make_generators([0])), Retention)
+    assert isinstance(make_attention(BlockShape(8, 2, "relu", "softmax"), make_generators([0])), Attention)
+    assert isinstance(make_attention(BlockShape(8, 2, "relu", "retention"), make_generators([0])), Retention)
     with pytest.raises(ValueError, match="attention_heads: 3 heads do not divide 8 units"):
-        make_attention("retention", 8, 3, make_generators([0]))
+        make_attention(BlockShape(8, 3, "relu", "retention"), make_generators([0]))
     with pytest.raises(ValueError, match="8 heads have one unit each"):
-        make_attention("retention", 8, 8, make_generators([0]))
+        make_attention(BlockShape(8, 8, "relu", "retention"), make_generators([0]))

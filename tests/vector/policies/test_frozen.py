@@ -65,8 +65,7 @@ def rows(seed: int, games: int, members: np.ndarray, memory: int = 0, actions: i
 
 def play_alone(member: NetMember, given: ActBatch) -> tuple[np.ndarray, torch.Tensor | None]:
     """The actions of a member in all games, played alone, and its recurrent state afterwards."""
-    normalise = member.norm.normalise if member.norm else None
-    player = NetVectorPolicy(member.seat_mapping, member.net, greedy_selector(member.head), normalise=normalise)
+    player = NetVectorPolicy(member.seat_mapping, member.net, greedy_selector(member.head), norm=member.norm)
     memory = given.recurrent_state[None] if given.recurrent_state.shape[1] else None
     actions, _, kept = player.act(given.frame, memory, given.is_first)
     return actions[:, 0], None if kept is None else kept[0]

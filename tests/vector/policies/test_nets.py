@@ -204,7 +204,7 @@ def test_observations_are_normalised() -> None:
     norm = RunningNorm(1, 4)
     rows = torch.randn(1, 50, 4, generator=torch.Generator().manual_seed(1)) * 3 + 1
     norm.update(rows, torch.ones(1, 50))
-    scaled = NetVectorPolicy(plain.seat_mapping, plain.net, plain.selector, [7], norm.normalise)
+    scaled = NetVectorPolicy(plain.seat_mapping, plain.net, plain.selector, [7], norm)
     scaled.reset_rng(0)
     frame = env.reset(np.array([0]))
     _, logp, _ = scaled.act(frame, None, FRESH)

@@ -33,7 +33,7 @@ from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.losses import value_loss
 from palestra.vector.nets.advantages import AdvantageInputs, gae
 from palestra.vector.nets.heads import CategoricalHead
-from palestra.vector.nets.layers import Net, make_generators
+from palestra.vector.nets.layers import Net, make_generators, states_at
 from palestra.vector.nets.on_device import RolloutTensors, constant, exponential_like, identity, make_generator
 
 
@@ -196,10 +196,10 @@ class COMALearner(NetLearner):
     ) -> dict[str, Metrics]:
         """Takes one step with the policies of a stack; returns metrics by policy."""
         names = stack.seat_mapping.names
-        observations, is_first, action_mask = self._policy_inputs(stack, batch)
+        observations, is_first, _ = self._policy_inputs(stack, batch)
         out, _ = stack.net.unroll(observations[:, :-1], batch.recurrent_state.get("+".join(names)), is_first[:, :-1])
         actions = stack.rows(batch.actions).long()
-        logp, entropy = stack.head.evaluate_actions(out, actions, None if action_mask is None else action_mask[:, :-1])
+        logp, entropy = stack.head.evaluate_actions(out, actions, stack.action_masks(batch))
         inputs = (logp, entropy, stack.rows(batch.logp), stack.rows(advantages))
         share = normalise_weights(stack.rows(batch.agent_mask[:-1]).float())
         total = out.new_zeros(())
@@ -236,12 +236,13 @@ class COMALearner(NetLearner):
     def _policy_inputs(self, stack: PolicyStack, batch: RolloutTensors) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns the inputs of a stack's policies at every step: observations [P, T+1, C, ...], a mask of first steps,
         and action masks."""
-        action_mask = None if batch.action_mask is None else stack.rows(batch.action_mask)
+        action_mask = stack.optional_rows(batch.action_mask)
         return stack.observations(batch.obs), stack.seat_mapping.repeat_games(batch.is_first), action_mask
 
     def _probabilities(self, stack: PolicyStack, batch: RolloutTensors) -> tuple[Tensor, Tensor]:
         """Returns action probabilities at every step [T+1, B, P*S, A'] and at the ends of games [F, P*S, A']."""
-        S, (times, games) = len(stack.seat_mapping.seats[0]), batch.end_index
+        S = len(stack.seat_mapping.seats[0])
+        times, games = batch.end_index
         observations, is_first, action_mask = self._policy_inputs(stack, batch)
         out, memories = stack.net.unroll(
             observations, batch.recurrent_state.get("+".join(stack.seat_mapping.names)), is_first
@@ -250,9 +251,9 @@ class COMALearner(NetLearner):
         if not len(times):
             return moments, moments[0, :0]
 
-        at_end = None if memories is None else memories.unflatten(2, (-1, S))[:, times, games].flatten(1, 2)
+        at_end = states_at(memories, S, times, games)
         final, _ = stack.net.unroll(stack.observations(batch.final_obs, 1)[:, None], at_end)
-        legal = None if batch.action_mask is None else stack.rows(batch.last_action_masks(), 1)
+        legal = stack.optional_rows(batch.last_action_masks(), 1)
         ends = _logits(stack, final[:, 0], legal).exp()
         return moments, ends.unflatten(1, (-1, S)).movedim(0, 1).flatten(1, 2)
 

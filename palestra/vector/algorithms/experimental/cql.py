@@ -15,7 +15,7 @@ from torch import Tensor
 from palestra.core.losses import TensorMetrics
 from palestra.vector.algorithms.dqn import DQNLearner
 from palestra.vector.algorithms.experimental.offline import DataSet, OfflineConfig, OfflineLearner
-from palestra.vector.algorithms.q_learning import DeepQConfig, legal_rows
+from palestra.vector.algorithms.q_learning import DeepQConfig
 from palestra.vector.learners.nets import NetLearner, NetLearnerSpec
 from palestra.vector.losses import conservative_gap
 from palestra.vector.nets.replay import TransitionBatch
@@ -62,6 +62,6 @@ class CQLLearner(OfflineLearner, DQNLearner):
     def penalty(
         self, i: int, q: Tensor, taken: Tensor, drawn: TransitionBatch | SequenceBatch, share: Tensor
     ) -> tuple[Tensor, TensorMetrics]:
-        gap = conservative_gap(q, taken, legal_rows(self.stacks[i], drawn.action_mask))
+        gap = conservative_gap(q, taken, self.stacks[i].optional_rows(drawn.action_mask))
         lost = (share * gap).sum((1, 2))
         return self.config.conservative_coef * lost.sum(), {"conservative_gap": lost.detach()}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from palestra.core.losses import TensorMetrics
 from palestra.core.seeding import derive_seed
-from palestra.vector.algorithms.action_values import UpdateBatch, optional_rows
+from palestra.vector.algorithms.action_values import UpdateBatch
 from palestra.vector.algorithms.critics import frozen_parameters, polyak_update
 from palestra.vector.algorithms.ddpg import DDPGLearner, DeterministicConfig
 from palestra.vector.algorithms.off_policy import PolicyOutput
@@ -107,7 +107,7 @@ class FACMACLearner(DDPGLearner):
         values = []
         for i, (stack, critic) in enumerate(zip(self.stacks, self.critics, strict=True)):
             observations = stack.observations(transitions.next_obs, 1)
-            mask = optional_rows(stack, transitions.next_action_mask)
+            mask = stack.optional_rows(transitions.next_action_mask, 1)
             codes = self.target_actions(i, observations, mask, generator).action_codes
             values.append(critic.taken_q_values(observations, codes, critic.target)[0])
         state = self._mixer_state(transitions.next_obs, transitions.next_state)
@@ -183,7 +183,9 @@ class FACMACLearner(DDPGLearner):
 
     def _mixer_state(self, obs: Tensor, state: Tensor | None) -> Tensor:
         """Returns the mixer's state [M, G]; of width 0 for `vdn`, which ignores it."""
-        return self.global_features(obs, state, 1) if self.uses_global_features else obs.new_zeros(len(obs), 0)
+        if not self.uses_global_features:
+            return obs.new_zeros(len(obs), 0)
+        return self.global_features(obs, state, 1)
 
     # ---- state
 

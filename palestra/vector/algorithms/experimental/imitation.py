@@ -39,6 +39,7 @@ from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.losses import ImitationReward, discriminator_loss, gradient_penalty, imitation_reward
 from palestra.vector.nets.heads import encode_actions, encoding_size
 from palestra.vector.nets.layers import Net, make_generators
+from palestra.vector.nets.normalise import normalise
 from palestra.vector.nets.on_device import CPU, RolloutTensors, uniform
 from palestra.vector.rollouts.episodes import EpisodeFiles, read_vector_episodes
 
@@ -58,7 +59,9 @@ class Demonstrations:
 
 def to_demonstrations(batch: RolloutTensors) -> Demonstrations:
     """Returns the transitions of a batch as demonstrations that share its tensors."""
-    action_mask = None if batch.action_mask is None else batch.action_mask[:-1]
+    action_mask = batch.action_mask
+    if action_mask is not None:
+        action_mask = action_mask[:-1]
     return Demonstrations(batch.obs[:-1], batch.actions, batch.agent_mask[:-1], batch.is_first[:-1], action_mask)
 
 
@@ -75,12 +78,9 @@ class DemoBatch:
     def __init__(self, stack: PolicyStack, transitions: Demonstrations, memory: bool) -> None:
         self.stack = stack
         self.observations = stack.seat_mapping.network_inputs(transitions.obs, 2).flatten(2, 3)
-        self.actions = stack.rows(transitions.actions)
+        self.actions = stack.actions(transitions.actions)
         self.agent_mask = stack.rows(transitions.agent_mask)
-        if stack.head.width:  # padded to the longest action of any seat
-            self.actions = self.actions[..., : stack.head.width]
-        self.actions = self.actions if self.actions.is_floating_point() else self.actions.long()
-        self.action_mask = None if transitions.action_mask is None else stack.rows(transitions.action_mask)
+        self.action_mask = stack.optional_rows(transitions.action_mask)
         seats = len(stack.seat_mapping.seats[0])
         self.is_first = transitions.is_first.repeat_interleave(seats, 1).expand(self.agent_mask.shape)
         begin = self.is_first if memory else self.agent_mask
@@ -114,8 +114,7 @@ class DemoBatch:
 
     def network_inputs(self, at: Tensor) -> Tensor:
         """Returns the network inputs at the indices [P, L, M], normalised if the stack does so."""
-        observations = self.gather(self.observations, at)
-        return self.stack.norm.normalise(observations) if self.stack.norm else observations
+        return normalise(self.stack.norm, self.gather(self.observations, at))
 
     def encoded_transitions(self, at: Tensor) -> Tensor:
         """Returns observations and encoded actions at indices [P, 1, M], concatenated: [P, M, D] float32."""
@@ -194,10 +193,12 @@ class BCLearner(NetLearner):
     def _learn(self, demos: DemoBatch, generator: torch.Generator, progress: float) -> list[TensorMetrics]:
         """Takes one gradient step; returns metrics of each member."""
         stack = demos.stack
-        length = self.config.sequence_length if demos.stack.config.is_recurrent else 1
+        length = self.config.sequence_length if stack.config.is_recurrent else 1
         at, transitions = demos.sample(max(1, self.config.batch_size // length), length, generator)
         out, _ = stack.net.unroll(demos.network_inputs(at), None, demos.gather(demos.is_first, at))
-        action_mask = None if demos.action_mask is None else demos.gather(demos.action_mask, at)
+        action_mask = demos.action_mask
+        if action_mask is not None:
+            action_mask = demos.gather(action_mask, at)
         logp, entropy = stack.head.evaluate_actions(out, demos.gather(demos.actions, at), action_mask)
         share = normalise_weights(transitions.float())
         total = out.new_zeros(())

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from palestra.core.losses import TensorMetrics
 from palestra.core.seeding import derive_seed
 from palestra.envs.vector_base import Discrete, Space
-from palestra.vector.algorithms.action_values import ActionValueConfig, ActionValueLearner, UpdateBatch, optional_rows
+from palestra.vector.algorithms.action_values import ActionValueConfig, ActionValueLearner, UpdateBatch
 from palestra.vector.algorithms.critics import polyak_update
 from palestra.vector.algorithms.experimental.offline import DataSet, OfflineConfig, OfflineLearner
 from palestra.vector.learners.nets import NetLearner
@@ -62,11 +62,10 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
 
     def build_extras(self) -> None:
         self.value_nets = [self._value_net(stack) for stack in self.stacks]
-        config = {"lr": self.config.critic_lr} if self.config.critic_lr else {}
-        self.value_adams = [
-            StackedOptimizer(net, stack.seat_mapping.names, stack.config.model_copy(update=config), self.process_group)
-            for net, stack in zip(self.value_nets, self.stacks, strict=True)
-        ]
+        self.value_adams = []
+        for net, stack in zip(self.value_nets, self.stacks, strict=True):
+            config = stack.config.model_copy(update={"lr": self.config.critic_lr or stack.config.lr})
+            self.value_adams.append(StackedOptimizer(net, stack.seat_mapping.names, config, self.process_group))
 
     def _value_net(self, stack: PolicyStack) -> Net:
         seeds = [derive_seed(self.seeds[name], "value") for name in stack.seat_mapping.names]
@@ -98,7 +97,9 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
     def state_values(self, i: int, transitions: TransitionBatch, *, after: bool = False) -> Tensor:
         """Returns the values [P, R] of the states in which actions were taken, or of those that followed."""
         t = transitions
-        seen = (t.next_obs, t.next_state, t.next_agent_mask) if after else (t.obs, t.state, t.agent_mask)
+        seen = (t.obs, t.state, t.agent_mask)
+        if after:
+            seen = (t.next_obs, t.next_state, t.next_agent_mask)
         nothing = t.rewards.new_zeros(len(t.rewards), self.action_encoder.size)  # a state's value depends on no action
         return self.value_nets[i](self.critic_inputs(self.stacks[i], *seen, nothing))[..., 0]
 
@@ -116,11 +117,10 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
         self, stack: PolicyStack, transitions: TransitionBatch, advantage: Tensor, batch: UpdateBatch, progress: float
     ) -> TensorMetrics:
         """Takes a step of advantage-weighted imitation; returns metrics."""
-        actions = stack.rows(transitions.actions, 1)
+        actions = stack.actions(transitions.actions, 1)
         share = batch.policy_weights
-        actions = actions[..., : stack.head.width] if stack.head.width else actions
         out = stack.net(batch.observations)
-        action_mask = optional_rows(stack, transitions.action_mask)
+        action_mask = stack.optional_rows(transitions.action_mask, 1)
         logp, entropy = stack.head.evaluate_actions(out, actions, action_mask)
         config = self.config
         loss = advantage_weighted_loss(logp, advantage, share, beta=config.beta, max_weight=config.max_weight)

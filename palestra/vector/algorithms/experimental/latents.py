@@ -40,9 +40,8 @@ class LatentPlayer(NetVectorPolicy):
     before every step."""
 
     def __init__(self, stack: PolicyStack, selector: ActionSelector, draw: DrawLatents | None) -> None:
-        norm = stack.norm
         versions = [stack.version] * len(stack.seat_mapping.names)
-        super().__init__(stack.seat_mapping, stack.net, selector, versions, norm.normalise if norm else None)
+        super().__init__(stack.seat_mapping, stack.net, selector, versions, stack.norm)
         self.draw = draw
 
     def act(

@@ -26,7 +26,6 @@ from palestra.vector.learners.policy_stack import NetPolicyConfig
 from palestra.vector.nets.dense import Linear
 from palestra.vector.nets.heads import ActionHead
 from palestra.vector.nets.layers import Net, Team, make_generators
-from palestra.vector.nets.normalise import RunningNorm
 from palestra.vector.nets.on_device import RolloutTensors
 from palestra.vector.nets.seat_mapping import SeatMapping
 from palestra.vector.nets.transformer import MultiAgentTransformer
@@ -147,7 +146,7 @@ class MATLearner(ActorCriticLearner):
 
     def _critic(self, seat_mapping: SeatMapping) -> ValueCritic:
         stack = next(stack for stack in self.stacks if stack.seat_mapping == seat_mapping)
-        norm = RunningNorm(len(seat_mapping.names), 1, 0.99).to(self.device) if self.config.value_norm else None
+        norm = self.build_value_norm(seat_mapping)
         values = cast(Net, EncoderValues(cast(MultiAgentTransformer, stack.net)))
         return EncoderCritic(seat_mapping, values, stack.optimizer, norm, self.config.value_norm == "popart")
 

@@ -32,7 +32,7 @@ from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.vector_base import Arrays, Discrete
 from palestra.vector.algorithms.experimental.latents import LatentPlayer, LatentPolicy
-from palestra.vector.algorithms.q_learning import ValueHead, legal_rows, with_last_layer
+from palestra.vector.algorithms.q_learning import ValueHead, with_last_layer
 from palestra.vector.algorithms.qmix import MixingConfig, QMIXLearner
 from palestra.vector.learners.nets import NetLearner, NetLearnerSpec
 from palestra.vector.learners.optimizers import StackedOptimizer
@@ -159,8 +159,10 @@ class MAVENLearner(QMIXLearner):
     def _draw(
         self, obs: np.ndarray, state: np.ndarray | None, is_first: np.ndarray, generator: torch.Generator
     ) -> None:
-        seen = as_tensor(obs if state is None else state, self.device)
-        features = self.global_features(seen, None if state is None else seen, 1)
+        if state is None:
+            features = self.global_features(as_tensor(obs, self.device), None, 1)
+        else:
+            features = self.global_features(obs, as_tensor(state, self.device), 1)
         self.latent_policy.draw(features, is_first, generator)
 
     def sampling_policies(self) -> Sequence[NetVectorPolicy]:
@@ -259,7 +261,7 @@ class MAVENLearner(QMIXLearner):
         """Returns the state and the seats' Boltzmann policies [T, M, G + J*A], zeros for seats that do not act."""
         parts = []
         for stack, values in zip(self.stacks, q, strict=True):
-            values = mask_illegal(values, legal_rows(stack, drawn.action_mask))
+            values = mask_illegal(values, stack.optional_rows(drawn.action_mask))
             acts = stack.rows(drawn.agent_mask)[..., None]
             chances = nn.functional.pad(values.softmax(-1) * acts, (0, self._num_actions - values.shape[-1]))
             parts.append(stack.seat_mapping.by_seat(chances))

@@ -27,7 +27,6 @@ from palestra.vector.learners.nets import NetLearner, metrics_by_policy
 from palestra.vector.learners.optimizers import NonFiniteGradient
 from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.nets.heads import kl_divergence
-from palestra.vector.nets.on_device import RolloutTensors
 
 
 class TRPO(ActorCriticConfig):
@@ -80,16 +79,8 @@ class TRPOLearner(ActorCriticLearner):
     config: TRPO
 
     def _train_policies(
-        self,
-        stack: PolicyStack,
-        batch: RolloutTensors,
-        advantages: Tensor,
-        factor: Tensor,
-        aims: Tensor,
-        known: Tensor,
-        progress: float,
+        self, stack: PolicyStack, rows: PolicyRows, scaled_targets: Tensor, progress: float
     ) -> dict[str, Metrics]:
-        rows = self.policy_rows(stack, batch, advantages, factor, known)
         bonus = self.config.entropy_at(progress)
         before = self.surrogate(stack, rows, bonus)
         slope = self._mean(flat_gradient(before.value.sum(), stack.optimizer.parameters, retain_graph=True))
@@ -117,9 +108,9 @@ class TRPOLearner(ActorCriticLearner):
         with sdpa_kernel(SDPBackend.MATH):  # the only attention kernel that has second derivatives
             out, _ = stack.net.unroll(rows.observations, rows.recurrent_state, rows.is_first, rows.team)
         logp, entropy = stack.head.evaluate_actions(out, rows.actions, rows.action_mask)
-        divergence = kl_divergence(
-            stack.head, out.detach() if old_outputs is None else old_outputs, out, rows.action_mask
-        )
+        if old_outputs is None:
+            old_outputs = out.detach()
+        divergence = kl_divergence(stack.head, old_outputs, out, rows.action_mask)
         share = normalise_weights(rows.weight)
         spread = (share * entropy).sum((1, 2))
         gained = (share * (logp - rows.logp).exp() * rows.advantage).sum((1, 2))

@@ -245,7 +245,8 @@ def test_policy_without_an_improving_step_is_unchanged() -> None:
     known = torch.ones(4, 8, 2, dtype=torch.bool)
     before = made.stacks[0].optimizer.flat.clone()
     zeros = torch.zeros(4, 8, 2)
-    figures = made._train_policies(made.stacks[0], batch, zeros, torch.ones_like(zeros), zeros, known, 0.0)
+    rows = made.policy_rows(made.stacks[0], batch, zeros, torch.ones_like(zeros), known)
+    figures = made._train_policies(made.stacks[0], rows, zeros, 0.0)
     assert torch.equal(made.stacks[0].optimizer.flat, before)
     assert all(line["step_size"] == line["kl"] == line["improvement"] == 0 for line in figures.values())
 
