@@ -80,7 +80,7 @@ class PolicyRows(NamedTuple):
         return cls(
             stack.observations(batch.obs)[:, :-1],
             is_first,
-            stack.actions(batch.actions),
+            stack.actions(batch),
             stack.rows(batch.logp),
             stack.action_masks(batch),
             advantage,

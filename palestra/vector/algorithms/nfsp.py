@@ -209,7 +209,7 @@ class NFSPLearner(DQNLearner):
         """Adds the observations and actions of best responses to the reservoirs."""
         obs = stack.seat_mapping.network_inputs(batch.obs, 2).flatten(2, 3)[:, :-1]
         chosen = (stack.rows(batch.logp) == BEST_RESPONSE_LOGP) & stack.rows(batch.agent_mask)[:, :-1]
-        actions = stack.actions(batch.actions)
+        actions = stack.actions(batch)
         action_mask = stack.action_masks(batch)
         for p, name in enumerate(stack.seat_mapping.names):
             kept = chosen[p]

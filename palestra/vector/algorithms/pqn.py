@@ -183,7 +183,7 @@ class PQNLearner(NetLearner):
         return StackRows(
             stack.observations(batch.obs)[:, :-1].unflatten(2, shape),
             stack.seat_mapping.repeat_games(batch.is_first)[:, :-1].unflatten(2, shape),
-            stack.actions(batch.actions).unflatten(2, shape),
+            stack.actions(batch).unflatten(2, shape),
             stack.seat_mapping.select_seats(targets, 2),
             stack.seat_mapping.select_seats(known.float(), 2),
             None if memory is None else memory.unflatten(1, shape),

@@ -101,8 +101,12 @@ class PolicyStack:
         """Returns the networks' inputs: [T, B, N, *view] -> [P, T, B*S, *view], normalised if configured."""
         return normalise(self.norm, self.seat_mapping.network_inputs(obs, lead).flatten(lead, lead + 1))
 
-    def actions(self, actions: np.ndarray | Tensor, lead: int = 2) -> Tensor:
-        """Returns the members' actions [P, T, B*S, ...], int64 or float32, from those of all seats."""
+    def actions(self, batch: RolloutBatch | RolloutTensors) -> Tensor:
+        """Returns the members' actions [P, T, B*S, ...], int64 or float32."""
+        return self.action_rows(batch.actions)
+
+    def action_rows(self, actions: np.ndarray | Tensor, lead: int = 2) -> Tensor:
+        """Selects the members' rows of the actions of all seats, int64 or float32, like `rows`."""
         rows = self.rows(actions, lead)
         if self.head.width:  # they are padded to the longest action of any seat
             rows = rows[..., : self.head.width]
@@ -120,7 +124,7 @@ class PolicyStack:
         seats in the order of `seat_mapping.all_seats`."""
         is_first = self.seat_mapping.repeat_games(batch.is_first)[:, :-1]
         memory = batch.recurrent_state.get("+".join(self.seat_mapping.names))
-        actions = self.actions(batch.actions)
+        actions = self.actions(batch)
         acts = self.rows(batch.agent_mask)[:, :-1]
         observations = self.observations(batch.obs)[:, :-1]
         out, _ = self.net.unroll_with_values(observations, memory, is_first, Team(acts, actions))

@@ -78,7 +78,7 @@ class DemoBatch:
     def __init__(self, stack: PolicyStack, transitions: Demonstrations, memory: bool) -> None:
         self.stack = stack
         self.observations = stack.seat_mapping.network_inputs(transitions.obs, 2).flatten(2, 3)
-        self.actions = stack.actions(transitions.actions)
+        self.actions = stack.action_rows(transitions.actions)
         self.agent_mask = stack.rows(transitions.agent_mask)
         self.action_mask = stack.optional_rows(transitions.action_mask)
         seats = len(stack.seat_mapping.seats[0])

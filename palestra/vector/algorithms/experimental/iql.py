@@ -117,7 +117,7 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
         self, stack: PolicyStack, transitions: TransitionBatch, advantage: Tensor, batch: UpdateBatch, progress: float
     ) -> TensorMetrics:
         """Takes a step of advantage-weighted imitation; returns metrics."""
-        actions = stack.actions(transitions.actions, 1)
+        actions = stack.action_rows(transitions.actions, 1)
         share = batch.policy_weights
         out = stack.net(batch.observations)
         action_mask = stack.optional_rows(transitions.action_mask, 1)
