@@ -158,6 +158,8 @@ class ProgressBar(_Bar, Callback):
 
     def _smooth(self, values: Mapping[str, float]) -> None:
         """Adds values to their moving averages; there are none if no episode ended since the last log line."""
+        if values and self._values.keys().isdisjoint(values):  # a stage that counts other returns
+            self._values.clear()
         for name, now in values.items():
             self._values[name] = EMA_DECAY * self._values.get(name, now) + (1 - EMA_DECAY) * now
 

@@ -66,6 +66,16 @@ def test_bar_shows_what_a_step_is_at(base, tmp_path):
     assert not any(word in text.getvalue() for word in ("playing", "evaluating"))
 
 
+def test_returns_of_a_stage_that_is_over_are_not_shown():
+    """The first stage counts returns by seat, the second one for the policy at both seats."""
+    text = io.StringIO()
+    with ProgressBar(3, 0, {}, PlainConsole(file=text, width=160, force_terminal=False)) as bar:
+        bar.on_step(0, {"team": {"returns": {"player_0": 0.5, "player_1": -0.5}}})
+        bar.on_step(1, {"team": {"return": 0.25}})
+        bar.on_step(2, {"team": {}})  # no episode ended
+    assert "return 0.25" in text.getvalue() and "player_0" not in text.getvalue()
+
+
 def test_returns_are_labelled_greedy_or_sampled():
     config = {"env_steps": 1000, "evals": {"test": {"greedy": True}}}
     evaluation = {"return": -12.4, "returns": {"a": -12.4}, "episodes": 50.0, "steps_per_episode": 25.0}
