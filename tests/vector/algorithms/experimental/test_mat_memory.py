@@ -137,7 +137,7 @@ def state_after(stack: Any, batch: RolloutTensors, state: Tensor, t: int) -> tup
     acts = stack.rows(batch.agent_mask[t][None])
     if t == len(batch.actions):
         return state, acts
-    actions = stack.actions(batch.actions)[:, t].unflatten(1, (5, 2))
+    actions = stack.actions(batch)[:, t].unflatten(1, (5, 2))
 
     def choose(out: Tensor, seat: int) -> tuple[Tensor, None]:
         return actions[:, :, seat], None
