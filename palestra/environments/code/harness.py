@@ -63,9 +63,10 @@ def _one(name: str, kind: str, entry: str, before: object, code: object, given: 
         sys.modules[module.__name__] = module
         exec(before, module.__dict__)  # type: ignore[arg-type]
         exec(code, module.__dict__)  # type: ignore[arg-type]
-        if kind == "stdin":
-            _end(name, kind, "")
-        _end(name, kind, _encode_result(_entry(module.__dict__, entry), kind, given))
+        answer = ""
+        if kind != "stdin":
+            answer = _encode_result(_entry(module.__dict__, entry), kind, given)
+        _end(name, kind, answer)
     except SystemExit as stop:
         if stop.code in (None, 0) and kind == "stdin":
             _end(name, kind, "")

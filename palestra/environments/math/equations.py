@@ -65,7 +65,7 @@ def inequality_problem(rng: random.Random, difficulty: int) -> Problem:
 
 def _sides(rng: random.Random, difficulty: int) -> tuple[EquationSide, EquationSide]:
     """Draws two sides with one solution: an integer, at 4 also a fraction, its denominator small."""
-    max_denominator = {4: MAX_DENOMINATOR}.get(difficulty, 1)
+    max_denominator = MAX_DENOMINATOR if difficulty == 4 else 1
     while True:
         left, right = _draw_sides(rng, difficulty)
         if _line(left)[0] == _line(right)[0]:

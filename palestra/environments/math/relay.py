@@ -309,10 +309,10 @@ def _keys(numbers: Sequence[int], signs: str) -> tuple[str, ...]:
     calculations = zip(running_totals(numbers, signs), signs, numbers[1:], strict=False)  # the last total has no sign
     keys = []
     for a, sign, b in calculations:
-        numbers = [a, b]
+        pair = [a, b]
         if sign == "+":
-            numbers.sort()
-        keys.append(f" {sign} ".join(map(str, numbers)))
+            pair.sort()
+        keys.append(f" {sign} ".join(map(str, pair)))
     return tuple(keys)
 
 

@@ -190,7 +190,6 @@ class Sudoku(Env):
 
     def _step(self, rewards: dict[Seat, float], team_reward: float, invalid: dict[Seat, bool]) -> Step:
         success = self.board == self.instance.solution
-
         if self.reward == "outcome":
             rewards = dict.fromkeys(rewards, 0.0)
         twice = violated_units(self.size, self.board)

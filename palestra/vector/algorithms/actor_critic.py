@@ -286,10 +286,13 @@ class ActorCriticLearner(NetLearner):
         return target, weight
 
     def _scaled_targets(self, targets: Tensor) -> Tensor:
-        """Returns the critics' targets [T, B, N] in the units of their outputs (normalised with `value_norm`)."""
+        """Returns the critics' targets [T, B, N] in the units of their outputs (normalised with `value_norm`). Only
+        networks with a value output learn from them."""
+        if not self.has_value_output:
+            return targets
         scaled = targets.clone()
         for critic in self.critics:
-            if critic.norm and self.has_value_output:
+            if critic.norm:
                 own = critic.seat_mapping.select_seats(targets, 2).flatten(2, 3)  # [P, T, B*S]
                 seats = critic.seat_mapping.seat_index(self.device)
                 scaled[..., seats] = critic.seat_mapping.by_seat(critic.normalise(own))

@@ -298,6 +298,8 @@ class QLearner(NetLearner):
             q, chooser_q = unroll_values(stack, head, stack.net, drawn)
             with torch.no_grad():
                 target_q = unroll_values(stack, head, target, drawn)[1]
+            if not self.config.double:
+                chooser_q = target_q
         else:
             q = head.values(stack.net.unroll(stack.observations(drawn.obs))[0])
             with torch.no_grad():
@@ -306,8 +308,6 @@ class QLearner(NetLearner):
                 chooser_q = target_q
                 if self.config.double:
                     chooser_q = head.values(stack.net.unroll(after)[0])
-        if not self.config.double:
-            chooser_q = target_q
         return q, target_q, chooser_q
 
     # ---- state

@@ -196,7 +196,7 @@ class COMALearner(NetLearner):
     ) -> dict[str, Metrics]:
         """Takes one step with the policies of a stack; returns metrics by policy."""
         names = stack.seat_mapping.names
-        observations, is_first, _ = self._policy_inputs(stack, batch)
+        observations, is_first = self._policy_inputs(stack, batch)
         out, _ = stack.net.unroll(observations[:, :-1], batch.recurrent_state.get("+".join(names)), is_first[:, :-1])
         actions = stack.rows(batch.actions).long()
         logp, entropy = stack.head.evaluate_actions(out, actions, stack.action_masks(batch))
@@ -233,17 +233,17 @@ class COMALearner(NetLearner):
         final = self._critic_features(batch.final_obs, batch.final_state, drawn, alive)
         return CriticInputs(seen, policy, actions), CriticInputs(final, last, drawn)
 
-    def _policy_inputs(self, stack: PolicyStack, batch: RolloutTensors) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns the inputs of a stack's policies at every step: observations [P, T+1, C, ...], a mask of first steps,
-        and action masks."""
-        action_mask = stack.optional_rows(batch.action_mask)
-        return stack.observations(batch.obs), stack.seat_mapping.repeat_games(batch.is_first), action_mask
+    def _policy_inputs(self, stack: PolicyStack, batch: RolloutTensors) -> tuple[Tensor, Tensor]:
+        """Returns the inputs of a stack's policies at every step: observations [P, T+1, C, ...] and a mask of first
+        steps."""
+        return stack.observations(batch.obs), stack.seat_mapping.repeat_games(batch.is_first)
 
     def _probabilities(self, stack: PolicyStack, batch: RolloutTensors) -> tuple[Tensor, Tensor]:
         """Returns action probabilities at every step [T+1, B, P*S, A'] and at the ends of games [F, P*S, A']."""
         S = len(stack.seat_mapping.seats[0])
         times, games = batch.end_index
-        observations, is_first, action_mask = self._policy_inputs(stack, batch)
+        observations, is_first = self._policy_inputs(stack, batch)
+        action_mask = stack.optional_rows(batch.action_mask)
         out, memories = stack.net.unroll(
             observations, batch.recurrent_state.get("+".join(stack.seat_mapping.names)), is_first
         )
