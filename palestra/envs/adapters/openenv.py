@@ -75,8 +75,9 @@ class OpenEnv(Env):
         self.success = success
         self.timeout = timeout
         self.reward = reward
-        form = f" ({field})" if field else " as a JSON object"
-        self.roles = {"agent": ROLE_PROMPT.format(form=form) if role is None else role}
+        if role is None:
+            role = ROLE_PROMPT.format(form=f" ({field})" if field else " as a JSON object")
+        self.roles = {"agent": role}
         self._session: _Session | None = None
         self._over = True
 
@@ -156,24 +157,24 @@ class OpenEnv(Env):
 
     def _refuse_action(self, why: str) -> Step:
         cost = INVALID_PENALTY if self.reward == "dense" else 0.0
-        reply = {"done": False, "reward": None}
-        return self._step(reply, {"agent": True}, f"{self._shown}\nYour action was refused: {why}", cost)
+        return self._step({}, {"agent": True}, f"{self._shown}\nYour action was refused: {why}", cost)
 
-    def _step(
-        self, reply: dict[str, Any], invalid: dict[Seat, bool], shown: str | None = None, cost: float = 0
-    ) -> Step:
+    def _step(self, reply: dict[str, Any], invalid: dict[Seat, bool], shown: str = "", cost: float = 0) -> Step:
         earned = float(reply.get("reward") or 0.0)
         self._total = self._total + earned
         self._owed = self._owed + earned
         done = bool(reply.get("done"))
         self._over = done or self._count >= self.steps
-        paid = self._owed if self._over or self.reward == "dense" else 0.0
-        self._owed -= paid
-        reported = (reply.get("metadata") or {}).get("success")
-        success = reported if isinstance(reported, bool) else done and self._total >= self.success
+        paid = 0.0
+        if self._over or self.reward == "dense":
+            paid = self._owed
+            self._owed = 0.0
+        success = (reply.get("metadata") or {}).get("success")
+        if not isinstance(success, bool):
+            success = done and self._total >= self.success
         terms = {"agent": {SERVER_TERM: paid, FORM_TERM: 0.0 - cost}}
         info = {"success": success, "invalid": invalid} | terms_info(terms)
-        seen = {} if self._over else {"agent": self._shown if shown is None else shown}
+        seen = {} if self._over else {"agent": shown or self._shown}
         return Step(seen, total_rewards(terms), truncated=self._over and not done, info=info)
 
 
@@ -269,4 +270,6 @@ def _is_here(url: str) -> bool:
 
 
 def _to_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)
