@@ -89,7 +89,7 @@ class VmasEnv(VectorEnv):
         space = self.action_spaces[n]
         if isinstance(space, Discrete):
             return actions[:, None]
-        return actions[:, : len(space.low if isinstance(space, Continuous) else space.sizes)]
+        return actions[:, : space.width]
 
     def _write(self, obs: np.ndarray, seen: Any, rows: Any = slice(None)) -> None:
         for n, view in enumerate(seen):

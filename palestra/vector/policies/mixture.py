@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from palestra.core.types import RolloutBatch
-from palestra.envs.vector_base import Continuous, VectorEnv, VectorStep
+from palestra.envs.vector_base import VectorEnv, VectorStep
 from palestra.vector.nets.heads import make_head
 from palestra.vector.policies.frozen import ActBatch, FrozenMember, build_group
 
@@ -122,7 +122,7 @@ class Mixture:
         spaces = [env.action_spaces[seat] for seat in self.seats]
         width = max(make_head(space).width for space in spaces)
         self._shape = (width,) * bool(width)
-        self._dtype = np.float32 if isinstance(spaces[0], Continuous) else np.int32
+        self._dtype = spaces[0].dtype
         alike: dict[object, list[int]] = {}
         for number, member in enumerate(members_by_name.values()):
             alike.setdefault(member.group_key, []).append(number)
