@@ -63,8 +63,9 @@ class BargainingRules(Rules[BargainingState]):
     def current_player(self, state: BargainingState) -> int:
         if state.valuation < 0:
             return CHANCE
-        closed = bool(state.moves) and state.moves[-1] >= self.agree_action
-        return TERMINAL if closed else len(state.moves) % 2
+        if state.moves and state.moves[-1] >= self.agree_action:
+            return TERMINAL
+        return len(state.moves) % 2
 
     def legal_actions(self, state: BargainingState) -> list[int]:
         if len(state.moves) == self.turns - 1:
@@ -75,21 +76,19 @@ class BargainingRules(Rules[BargainingState]):
         return [(deal, 1 / len(self.valuations)) for deal in range(len(self.valuations))]
 
     def next_state(self, state: BargainingState, action: int) -> BargainingState:
-        return (
-            BargainingState(action) if state.valuation < 0 else BargainingState(state.valuation, (*state.moves, action))
-        )
+        if state.valuation < 0:
+            return BargainingState(action)
+        return BargainingState(state.valuation, (*state.moves, action))
 
     def returns(self, state: BargainingState) -> tuple[float, ...]:
         if state.moves[-1] == self.refuse_action:
             return 0.0, 0.0
         offerer = len(state.moves) % 2
         kept = self.offers[state.moves[-2]]
-        rest = [count - keep for count, keep in zip(self.counts, kept, strict=True)]
-        shares = (kept, rest) if offerer == 0 else (rest, kept)
-        first, second = (
-            _share_value(worth, share) for worth, share in zip(self.valuations[state.valuation], shares, strict=True)
-        )
-        return float(first), float(second)
+        shares = [tuple(count - keep for count, keep in zip(self.counts, kept, strict=True))] * 2
+        shares[offerer] = kept
+        worths = self.valuations[state.valuation]
+        return tuple(float(_share_value(worth, share)) for worth, share in zip(worths, shares, strict=True))
 
     def info_state(self, state: BargainingState, player: int) -> np.ndarray:
         kinds = len(self.counts)
@@ -127,4 +126,4 @@ def _deals(counts: tuple[int, ...], total: int) -> list[tuple[ItemValues, ItemVa
 
 
 def _count_words(count: int, item: str) -> str:
-    return f"{count} {item}" + ("s" if count > 1 else "")
+    return f"{count} {item}" + "s" * (count > 1)

@@ -27,6 +27,11 @@ class LeducState(NamedTuple):
     first_round: tuple[int, ...] = ()  # moves of the first round
     second_round: tuple[int, ...] = ()
 
+    @property
+    def moves(self) -> tuple[int, ...]:
+        """The moves of the current round."""
+        return self.second_round if len(self.cards) > 2 else self.first_round
+
 
 class LeducRules(Rules[LeducState]):
     """Six cards (three ranks, two suits), an ante of 1, bets of 2 and then 4, one public card between the two rounds.
@@ -46,20 +51,21 @@ class LeducRules(Rules[LeducState]):
     def current_player(self, state: LeducState) -> int:
         if len(state.cards) < 2:
             return CHANCE
+        if _ends_in_fold(state.moves):
+            return TERMINAL
+        if not _round_closed(state.moves):
+            return len(state.moves) % 2
         if len(state.cards) == 2:
-            if _ends_in_fold(state.first_round):
-                return TERMINAL
-            return CHANCE if _round_closed(state.first_round) else len(state.first_round) % 2
-        return (
-            TERMINAL
-            if _ends_in_fold(state.second_round) or _round_closed(state.second_round)
-            else len(state.second_round) % 2
-        )
+            return CHANCE
+        return TERMINAL
 
     def legal_actions(self, state: LeducState) -> list[int]:
-        moves = state.first_round if len(state.cards) == 2 else state.second_round
-        answers = [FOLD, CALL] if moves and moves[-1] == RAISE else [CALL]
-        return [*answers, RAISE] if moves.count(RAISE) < MAX_RAISES_PER_ROUND else answers
+        actions = [CALL]
+        if state.moves and state.moves[-1] == RAISE:
+            actions = [FOLD, CALL]
+        if state.moves.count(RAISE) < MAX_RAISES_PER_ROUND:
+            actions.append(RAISE)
+        return actions
 
     def chance_outcomes(self, state: LeducState) -> list[tuple[int, float]]:
         left = [card for card in range(DECK_SIZE) if card not in state.cards]
@@ -69,21 +75,24 @@ class LeducRules(Rules[LeducState]):
         cards, first, second = state
         if self.current_player(state) == CHANCE:
             return LeducState((*cards, action), first, second)
-        return LeducState(cards, (*first, action)) if len(cards) == 2 else LeducState(cards, first, (*second, action))
+        if len(cards) == 2:
+            return LeducState(cards, (*first, action))
+        return LeducState(cards, first, (*second, action))
 
     def returns(self, state: LeducState) -> tuple[float, ...]:
         first, second = (card // 2 for card in state.cards[:2])
         stakes = _stakes(state)
-        moves = state.second_round if len(state.cards) > 2 else state.first_round
-        if _ends_in_fold(moves):
-            winner = len(moves) % 2
+        if _ends_in_fold(state.moves):
+            winner = len(state.moves) % 2
         elif first == second:
             return 0.0, 0.0
         else:
             public = state.cards[2] // 2
-            winner = 0 if first == public or (second != public and first > second) else 1
+            winner = int(second == public or (first != public and second > first))
         lost = float(stakes[1 - winner])
-        return (lost, -lost) if winner == 0 else (-lost, lost)
+        if winner == 0:
+            return lost, -lost
+        return -lost, lost
 
     def info_state(self, state: LeducState, player: int) -> np.ndarray:
         view = np.zeros(INFO_STATE_SIZE, np.float32)
@@ -100,10 +109,10 @@ class LeducRules(Rules[LeducState]):
 
     def info_state_text(self, state: LeducState, player: int) -> str:
         card = _card_name(state.cards[player]) if player < len(state.cards) else "nothing"
-        public = f" The table shows {_card_name(state.cards[2])}." if len(state.cards) > 2 else ""
-        first, second = (self._moves_text(moves) for moves in (state.first_round, state.second_round))
-        later = f" Then: {second}." if public else ""
-        return f"You are player {player}. You hold {card}. Moves: {first}.{public}{later}"
+        text = f"You are player {player}. You hold {card}. Moves: {self._moves_text(state.first_round)}."
+        if len(state.cards) == 2:
+            return text
+        return f"{text} The table shows {_card_name(state.cards[2])}. Then: {self._moves_text(state.second_round)}."
 
     def _moves_text(self, moves: tuple[int, ...]) -> str:
         """Returns the moves as text, without folds: `info_state` does not encode folds either, so both stay

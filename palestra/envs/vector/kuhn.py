@@ -9,12 +9,10 @@ import numpy as np
 from palestra.core.accel.jit import jit
 from palestra.envs.batch.native import NativeEnv, store_ended
 from palestra.envs.batch.rng import RNG_WORDS, random_below
+from palestra.envs.rules.kuhn import BET, check_players
 from palestra.envs.support.options import check_at_least
 from palestra.envs.vector_base import Discrete, empty_step
 
-PASS = 0
-BET = 1
-MAX_PLAYERS = 4
 CARD_NAMES = ("9", "10", "J", "Q", "K")  # the highest cards; a game of two players uses J, Q, K
 
 
@@ -123,7 +121,7 @@ def _pay(t: KuhnArrays) -> None:
     over = t.terminated
     games, players = stakes.shape
     for b in range(games):
-        asked = 2 if first_bet[b] >= 0 else 1
+        asked = 1 + (first_bet[b] >= 0)
         pot = 0
         winner = -1
         for n in range(players):
@@ -131,7 +129,7 @@ def _pay(t: KuhnArrays) -> None:
             if stakes[b, n] == asked and (winner < 0 or cards[b, n] > cards[b, winner]):
                 winner = n
         for n in range(players):
-            rewards[b, n] = (pot if n == winner else 0) - stakes[b, n] if over[b] else 0
+            rewards[b, n] = over[b] * (pot * (n == winner) - stakes[b, n])
 
 
 @jit
@@ -159,8 +157,7 @@ class KuhnPoker(NativeEnv):
 
     def __init__(self, num_envs: int = 64, *, players: int = 2) -> None:
         check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
-        if not 2 <= players <= MAX_PLAYERS:
-            raise ValueError(f"players: {players} cannot play Kuhn poker here; use 2 to {MAX_PLAYERS}")
+        check_players(players)
         deck = players + 1
         moves = 2 * players - 1
         self.num_envs = num_envs
@@ -182,9 +179,8 @@ class KuhnPoker(NativeEnv):
         """Returns the card and the stake of each player."""
         cards = self.internal_state["cards"][game]
         stakes = self.internal_state["stakes"][game]
-        rows = [f"{seat}  {CARD_NAMES[card - len(cards)]}  {stake} in the pot"
-                for seat, card, stake in zip(self.seats, cards, stakes, strict=False)]  # fmt: skip
-        return "\n".join(rows)
+        hands = zip(self.seats, cards, stakes, strict=False)
+        return "\n".join(f"{seat}  {CARD_NAMES[card - len(cards)]}  {stake} in the pot" for seat, card, stake in hands)
 
     def _begin(self) -> None:
         self.internal_state["cards"][:] = np.arange(self.internal_state["cards"].shape[1])

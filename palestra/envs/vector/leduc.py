@@ -9,22 +9,23 @@ import numpy as np
 from palestra.core.accel.jit import jit
 from palestra.envs.batch.native import NativeEnv, store_ended
 from palestra.envs.batch.rng import RNG_WORDS
+from palestra.envs.rules.leduc import (
+    CALL,
+    DECK_SIZE,
+    FOLD,
+    INFO_STATE_SIZE,
+    MAX_MOVES_PER_ROUND,
+    MAX_RAISES_PER_ROUND,
+    RAISE,
+    RANKS,
+)
 from palestra.envs.support.options import check_at_least
 from palestra.envs.vector.kuhn import clear_games, deal_cards
 from palestra.envs.vector_base import Discrete, empty_step
 
-FOLD = 0
-CALL = 1
-RAISE = 2
-DECK_SIZE = 6  # card // 2 is its rank
-RANKS = "JQK"
 PUBLIC_CARD = 2  # index of the public card in the deck, after the players' cards
 ROUND, TURN, MOVES, RAISES, ACTION = range(5)  # columns of `play`; moves and raises count within the round
-# in a round
-MAX_MOVES = 4
-MAX_RAISES = 2
-OBSERVATION_SIZE = 2 + 2 * DECK_SIZE + 2 * 2 * MAX_MOVES
-STATE_SIZE = 3 * DECK_SIZE + 2 * 2 * MAX_MOVES
+STATE_SIZE = 3 * DECK_SIZE + 2 * 2 * MAX_MOVES_PER_ROUND
 
 
 class LeducArrays(NamedTuple):
@@ -79,7 +80,7 @@ def _choose(t: LeducArrays, actions: np.ndarray) -> None:
             action = CALL
         play[b, ACTION] = action
         if action != FOLD:
-            at = 2 * (MAX_MOVES * play[b, ROUND] + play[b, MOVES]) + action - CALL
+            at = 2 * (MAX_MOVES_PER_ROUND * play[b, ROUND] + play[b, MOVES]) + action - CALL
             obs[b, 0, 2 + 2 * DECK_SIZE + at], obs[b, 1, 2 + 2 * DECK_SIZE + at] = 1, 1
             state[b, 3 * DECK_SIZE + at] = 1
 
@@ -126,7 +127,7 @@ def _pay(t: LeducArrays) -> None:
         if play[b, ACTION] == FOLD:
             winner = 1 - play[b, TURN]
         elif first != second:
-            winner = 0 if first == public or (second != public and first > second) else 1
+            winner = int(second == public or (first != public and second > first))
         else:
             continue
         lost = stakes[b, 1 - winner]
@@ -148,7 +149,7 @@ def _write(t: LeducArrays) -> None:
         for n in range(2):
             agent_mask[b, n] = n == turn
             action_mask[b, n, FOLD] = stakes[b, turn] < stakes[b, 1 - turn]
-            action_mask[b, n, RAISE] = play[b, RAISES] < MAX_RAISES
+            action_mask[b, n, RAISE] = play[b, RAISES] < MAX_RAISES_PER_ROUND
         if play[b, ROUND] == 1:
             public = cards[b, PUBLIC_CARD]
             obs[b, 0, 2 + DECK_SIZE + public], obs[b, 1, 2 + DECK_SIZE + public] = 1, 1
@@ -182,14 +183,14 @@ class LeducPoker(NativeEnv):
     name: ClassVar[str] = "leduc_poker"
     action_names = ("fold", "call", "raise")
     seats = ("player_0", "player_1")
-    observation_shapes = ((OBSERVATION_SIZE,), (OBSERVATION_SIZE,))
+    observation_shapes = ((INFO_STATE_SIZE,), (INFO_STATE_SIZE,))
     action_spaces = (Discrete(3), Discrete(3))
     state_size = STATE_SIZE
 
     def __init__(self, num_envs: int = 64) -> None:
         check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
         self.num_envs = num_envs
-        self.vector_step = empty_step(num_envs, 2, (OBSERVATION_SIZE,), num_actions=3, state_size=STATE_SIZE)
+        self.vector_step = empty_step(num_envs, 2, (INFO_STATE_SIZE,), num_actions=3, state_size=STATE_SIZE)
         self.internal_state = {
             "rng": np.zeros((num_envs, RNG_WORDS), np.uint64),
             "cards": np.zeros((num_envs, DECK_SIZE), np.int8),

@@ -115,7 +115,9 @@ def _pay(t: LiarsDiceArrays, faces: int) -> None:
             for n in range(2):
                 for die in range(dice.shape[2]):
                     shown += dice[b, n, die] == face or dice[b, n, die] == faces - 1
-            winner = 1 - turn[b] if shown >= quantity else turn[b]
+            winner = turn[b]
+            if shown >= quantity:
+                winner = 1 - winner
             rewards[b, winner], rewards[b, 1 - winner] = 1, -1
 
 

@@ -34,7 +34,6 @@ SEATS = ("player_0", "player_1")
 # states of the two-step game
 START = 0
 CERTAIN = 1
-RISKY = 2
 TWO_STEP_PAYOFFS = np.array([[[0, 0], [0, 0]], [[7, 7], [7, 7]], [[0, 1], [1, 8]]], np.float64)  # by state
 
 
@@ -128,7 +127,7 @@ def _play_m(t: MatrixArrays, steps: int, actions: np.ndarray) -> None:
         last = at in (steps - 1, 2 * steps - 2)
         reward = int(first == branch and second == branch)
         if last and branch == 0:
-            reward = 4 if first and second else 1
+            reward = 1 + 3 * (first and second)
         rewards[b, 0], rewards[b, 1] = reward, reward
         over[b] = last or not reward
         following = at + 1 if at != START else 1 + branch * (steps - 1)
@@ -195,7 +194,9 @@ class MatrixGame(_Tabular):
         if game is not None and game not in PAYOFFS:
             raise ValueError(f'game: no table is called "{game}"; use {", ".join(PAYOFFS)}, or give payoff')
         check_at_least("rounds", rounds, 1, "a game is played at least once")
-        self.payoff = _table(PAYOFFS[game or "rock_paper_scissors"] if payoff is None else payoff)
+        if payoff is None:
+            payoff = PAYOFFS[game or "rock_paper_scissors"]
+        self.payoff = _table(payoff)
         self.rounds = rounds
         rows, columns, _ = self.payoff.shape
         super().__init__(num_envs, (rows, columns), rows + columns, rows + columns + 1)
@@ -256,7 +257,9 @@ def _table(payoff: list[Any]) -> np.ndarray:
 
 
 def _pair(entry: Any) -> tuple[float, float]:
-    pair = tuple(entry) if isinstance(entry, list | tuple) else (entry, entry)
+    pair = (entry, entry)
+    if isinstance(entry, list | tuple):
+        pair = tuple(entry)
     if len(pair) != 2 or not all(isinstance(value, int | float) and math.isfinite(value) for value in pair):
         raise ValueError(
             f"payoff: {entry!r} is neither a finite number, which both seats get, nor one for each of the two"
