@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from palestra.core.plain_values import short_repr
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -136,17 +138,17 @@ def path_inside(root: str | Path, relative: str) -> Path:
     Raises DamagedFile unless it consists of names joined by "/" that stay inside `root`: not for an absolute path,
     "..", an empty or too long name, a NUL, or a symbolic link that leads out.
     """
-    names = relative.split("/") if isinstance(relative, str) else []
-    path = Path(root, *names) if names and all(map(_plain_name, names)) else None
-    if path is None or not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
-        shown = repr(relative) if len(repr(relative)) < 80 else f"{repr(relative)[:80]}..."
+    path = Path(root, str(relative))
+    is_plain = isinstance(relative, str) and all(map(_is_plain_name, relative.split("/")))
+    if not is_plain or not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
         raise DamagedFile(
-            f"{shown} is not a path inside {root}: it must name something there, without links that leave"
+            f"{short_repr(relative)} is not a path inside {root}: it must name something there, without links that "
+            "leave"
         )
     return path
 
 
-def _plain_name(name: str) -> bool:
+def _is_plain_name(name: str) -> bool:
     return name not in ("", ".", "..") and "\0" not in name and len(name.encode(errors="replace")) <= MAX_NAME_BYTES
 
 

@@ -114,7 +114,9 @@ def kl_estimates(logp_M: Tensor, ref_logp_M: Tensor, estimator: KLEstimator) -> 
     gap_M = logp_M - ref_logp_M
     if estimator == "k1":
         return gap_M
-    return 0.5 * gap_M.square() if estimator == "k2" else torch.exp(-gap_M) - 1 + gap_M
+    if estimator == "k2":
+        return 0.5 * gap_M.square()
+    return torch.exp(-gap_M) - 1 + gap_M
 
 
 def correct_mismatch(
@@ -160,8 +162,7 @@ def importance_weight(
     if mode in ("sequence_truncate", "sequence_mask"):
         if sequence_M is None:
             raise ValueError(f"importance_mode: {mode} needs the number of each token's sequence")
-        count = int(sequence_M.max()) + 1 if len(sequence_M) else 0
-        gap_M = gap_M.new_zeros(count).index_add_(0, sequence_M, gap_M)[sequence_M]
+        gap_M = _sequence_sum(gap_M, sequence_M)
     ratio_M = torch.exp(gap_M)
     outside_M = (ratio_M > cap) | (ratio_M < floor)
     if mode in ("token_truncate", "sequence_truncate"):
@@ -354,12 +355,17 @@ def gspo_loss(
 def _sequence_gap(tokens: LossInputs, sequence_M: Tensor, mask_M: Tensor | None) -> Tensor:
     """Returns the mean of logp - old_logp over the masked tokens of each token's sequence [M], without gradients."""
     gap_M = (tokens.logp_M - tokens.old_logp_M).detach()
-    marked_M = ((tokens.weight_M if mask_M is None else mask_M) != 0).to(gap_M.dtype)
-    count = int(sequence_M.max()) + 1 if len(sequence_M) else 0
+    if mask_M is None:
+        mask_M = tokens.weight_M
     # not a product with the mask: an infinite gap of an unmarked token would give NaN
-    sums = gap_M.new_zeros(count).index_add_(0, sequence_M, torch.where(marked_M != 0, gap_M, 0.0))
-    marks = gap_M.new_zeros(count).index_add_(0, sequence_M, marked_M)
-    return (sums / marks.clamp(min=1))[sequence_M]
+    sum_M = _sequence_sum(torch.where(mask_M != 0, gap_M, 0.0), sequence_M)
+    return sum_M / _sequence_sum((mask_M != 0).to(gap_M.dtype), sequence_M).clamp(min=1)
+
+
+def _sequence_sum(value_M: Tensor, sequence_M: Tensor) -> Tensor:
+    """Returns the sum of the values of each token's sequence [M]."""
+    count = int(sequence_M.max()) + 1 if len(sequence_M) else 0
+    return value_M.new_zeros(count).index_add_(0, sequence_M, value_M)[sequence_M]
 
 
 def _ratio(tokens: LossInputs) -> Tensor:

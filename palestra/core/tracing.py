@@ -158,13 +158,17 @@ def trace_context() -> TraceContext | None:
 
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier)
-    return carrier | {"url": _tracing.url} if carrier else None
+    if not carrier:
+        return None
+    return carrier | {"url": _tracing.url}
 
 
 def continue_trace(context: TraceContext | None) -> AbstractContextManager[Any]:
     """Context in which new spans are children of `context`, from another process or thread. Starts tracing in this
     process; with None it does nothing. Raises ValueError if the SDK is not installed here."""
-    return _OFF if context is None else _continue_in(context)
+    if context is None:
+        return _OFF
+    return _continue_in(context)
 
 
 @contextmanager
@@ -186,4 +190,6 @@ def _continue_in(carrier: TraceContext) -> Iterator[None]:
 def _base_context() -> Any:
     from opentelemetry.context import Context
 
-    return Context() if _base.get() is None else _base.get()
+    if _base.get() is None:
+        return Context()
+    return _base.get()

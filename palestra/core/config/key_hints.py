@@ -97,7 +97,9 @@ def hint(path: str, key: str, known: Sequence[str], places: Callable[[str], Iter
     config may have a key. Another library's name comes first, then a key of a place below or another place, then the
     nearest spelling.
     """
-    meant = [NAMES_ELSEWHERE.get(key, key), *(ENV_NAME_KEYS if key in ENV_NAME_KEYS else ())]
+    meant = [NAMES_ELSEWHERE.get(key, key)]
+    if key in ENV_NAME_KEYS:
+        meant += ENV_NAME_KEYS
     if there := [name for name in meant if name in known]:
         return f": did you mean {there[0]}?"
     elsewhere = list(dict.fromkeys(places(meant[0])))
@@ -105,10 +107,13 @@ def hint(path: str, key: str, known: Sequence[str], places: Callable[[str], Iter
     shown = (below or elsewhere)[:MAX_PLACES]
     if not shown and meant[0] in POLICY_KEYS:
         return f": {meant[0]} is a key of a policy, Lora(...) or Net(...)"
-    return f": did you mean {' or '.join(shown)}?" if shown else nearest(key, known)
+    if shown:
+        return f": did you mean {' or '.join(shown)}?"
+    return nearest(key, known)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Returns ": did you mean ...?" with the nearest of the known words, or ""."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f": did you mean {near[0]}?" if near else ""
+    for near in difflib.get_close_matches(word, list(known), n=1, cutoff=0.5):
+        return f": did you mean {near}?"
+    return ""

@@ -96,7 +96,9 @@ def merge(tree: Tree, changes: Tree) -> Tree:
     result = dict(tree)
     for key, value in changes.items():
         old = result.get(key)
-        result[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = merge(old, value)
+        result[key] = value
     return result
 
 
@@ -113,7 +115,7 @@ def shorten(text: str) -> str:
 def name_kind(value: Any) -> str:
     """Returns the kind of a value in words, such as "a mapping" or "nothing"."""
     names = {dict: "a mapping", list: "a list", str: "text", bool: "a truth value", int: "a number", float: "a number"}
-    return "nothing" if value is None else names.get(type(value), f"a {type(value).__name__}")
+    return (names | {type(None): "nothing"}).get(type(value), f"a {type(value).__name__}")
 
 
 def _read(text: str) -> Any:
@@ -228,8 +230,9 @@ for _class in (_Loader, _Dumper):
 
 
 def _where(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    return f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    if mark := getattr(error, "problem_mark", None) or getattr(error, "context_mark", None):
+        return f", line {mark.line + 1}, column {mark.column + 1}"
+    return ""
 
 
 def _what(error: Exception) -> str:
@@ -238,7 +241,9 @@ def _what(error: Exception) -> str:
 
 
 def _copy(value: Any) -> Any:
-    return {key: _copy(item) for key, item in value.items()} if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    return {key: _copy(item) for key, item in value.items()}
 
 
 def _value(text: str, setting: str) -> Any:
@@ -250,11 +255,12 @@ def _value(text: str, setting: str) -> Any:
 
 def _place(tree: Tree, keys: Sequence[str], value: Any, setting: str) -> None:
     for depth, key in enumerate(keys[:-1], start=1):
-        below: Any = {} if tree.get(key) is None else tree[key]
+        if tree.get(key) is None:
+            tree[key] = {}
+        below = tree[key]
         if not isinstance(below, dict):
             path = ".".join(keys[:depth])
             kind = name_kind(below)
             raise ValueError(f"cannot set {setting!r}: {path} is {kind}, not a mapping; set {path} as a whole")
-        tree[key] = below
         tree = below
     tree[keys[-1]] = value

@@ -172,9 +172,8 @@ class ColumnRoute:
     def __init__(self, columns: AdapterColumns, own_RT: Tensor | None) -> None:
         self.columns = columns
         self.own_RT = own_RT
-        self._ahead: dict[
-            str, tuple[Tensor, Tensor]
-        ] = {}  # inputs and outputs of layers that were computed with others
+        # inputs and outputs of layers that were computed with others
+        self._ahead: dict[str, tuple[Tensor, Tensor]] = {}
         self._own: dict[int, Tensor] = {}  # by number of layers
 
     def linear(self, name: str, x: Tensor, layer: nn.Module) -> Tensor:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import ipaddress
 import json
 from types import ModuleType
 from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
+from palestra.core.http.origin_middleware import is_loopback
 from palestra.core.types import Seat, Step
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import FORM_TERM, terms_info, total_rewards
@@ -194,7 +194,8 @@ class _Session:
     @classmethod
     async def open(cls, url: str, timeout: float) -> _Session:
         """Connects to `url`. Raises ValueError if no server answers."""
-        proxy = None if _is_here(url) else True  # a proxy cannot reach servers on this machine
+        # a proxy cannot reach servers on this machine
+        proxy = None if is_loopback(urlsplit(url).hostname or "") else True
         client = _websockets().asyncio.client
         try:
             socket = await client.connect(url, open_timeout=timeout, max_size=MAX_MESSAGE_BYTES, proxy=proxy)
@@ -259,14 +260,6 @@ def _ws_url(url: str) -> str:
     if not mark or scheme not in known or not rest:
         raise ValueError(f"url: {url} is not an address of a server; give one such as http://localhost:8000")
     return f"{known[scheme]}://{rest.removesuffix('/ws')}/ws"
-
-
-def _is_here(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _to_text(value: Any) -> str:

@@ -57,9 +57,7 @@ class EnvSessions:
         self.env_classes = {name: _playable(name) for name in types}
         self.limits = limits or SessionLimits()
         self.clients: set[ClientSessions] = set()
-        self.thread_calls: dict[
-            Future[Any], float
-        ] = {}  # calls on threads, with their start in `time.monotonic` seconds
+        self.thread_calls: dict[Future[Any], float] = {}  # with the start of each in `time.monotonic` seconds
         self.is_draining = False
         self.num_open = 0
         self.env_factory = lru_cache(1024)(self._maker)
@@ -191,7 +189,9 @@ class EnvSessions:
         for task in session.tasks:
             if task not in session.fork_tasks:  # a fork also belongs to another session
                 task.cancel()
-        return _after([*session.tasks], lambda: self._closed(session)) if session.tasks else self._closed(session)
+        if session.tasks:
+            return _after([*session.tasks], lambda: self._closed(session))
+        return self._closed(session)
 
     def _expert(self, client: ClientSessions, request: pb.Request, reply: pb.Reply) -> Unfinished:
         env: Any = _of(client, request).ready_env
@@ -205,7 +205,9 @@ class EnvSessions:
         return self._then(self._called(env, env.expert, request.expert.seat, rng), write)
 
     def _closed(self, session: EnvSession) -> Unfinished:
-        return self._then(self._called(session.env, session.env.close), lambda _: None) if session.env else None
+        if session.env is None:
+            return None
+        return self._then(self._called(session.env, session.env.close), lambda _: None)
 
     def _has_room(self, client: ClientSessions) -> None:
         """Raises TooManySessions if the limit of all sessions or of this client's sessions is reached."""
