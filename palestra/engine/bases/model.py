@@ -126,7 +126,8 @@ class Engine:
         keep_freed_memory()
         disable_progress_bar()  # transformers shows one for each file
         device = resolve_device(device)
-        dtype = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
+        if dtype == "auto":
+            dtype = "bfloat16" if device.startswith("cuda") else "float32"
         torch_dtype = getattr(torch, dtype)
         path = resolve_base(base)
         config = load_config(path)
@@ -150,9 +151,10 @@ class Engine:
     def notes(self) -> list[str]:
         """Returns notes for the user on how the base runs, a line each: that it is on the plain path, and that adapters
         reach stacked experts by `target_parameters` only."""
-        path = self.plain_path
-        lines = [plain_note(self.name, path.reason, uses_cache=path.uses_cache)] if path else []
-        return lines + expert_notes(self.name, self.model)
+        lines = expert_notes(self.name, self.model)
+        if path := self.plain_path:
+            lines.insert(0, plain_note(self.name, path.reason, uses_cache=path.uses_cache))
+        return lines
 
     def _route_linears(self) -> None:
         head = self.model.get_output_embeddings()
@@ -331,7 +333,9 @@ class Engine:
             )
         self._decoder_output = type(out)
         hidden_MH: Tensor = out.last_hidden_state[0]
-        return hidden_MH if narrow or not fewer else hidden_MH.index_select(0, keep_M)
+        if fewer and not narrow:
+            hidden_MH = hidden_MH.index_select(0, keep_M)
+        return hidden_MH
 
     def head_logits(self, hidden_MH: Tensor, route: AdapterRoute | None) -> Tensor:
         """Returns the logits [M, V] of last hidden states, computed by the model itself: some models scale or cap the

@@ -89,15 +89,16 @@ class MarkedCalls(ABC):
             try:
                 if begun is None:
                     raise ValueError("a mark without a call")
-                read, end = self.read_at(text, begun, tools)
-                closed = self.close.match(text, end)
+                read, at = self.read_at(text, begun, tools)
+                if closed := self.close.match(text, at):
+                    at = closed.end()
                 calls += read
             except ValueError:
-                found = self.close.search(text, marked.end())
-                closed = found if found and found[0].strip() else None
-                end = len(text)
-                unreadable.append(text[marked.start() : closed.end() if closed else end].strip())
-            at = closed.end() if closed else end
+                at = len(text)
+                closed = self.close.search(text, marked.end())
+                if closed and closed[0].strip():
+                    at = closed.end()
+                unreadable.append(text[marked.start() : at].strip())
         if not content:
             return FoundCalls(text, [], [])
         content[0] = content[0].rstrip().removesuffix(self.wrapper)
@@ -217,7 +218,9 @@ class ResponseTemplateCalls:
             read = [ToolCall(call["name"], _mapping(call["arguments"])) for call in calls]
         except (ValueError, KeyError, TypeError):
             return FoundCalls("", [], [text])
-        return FoundCalls(str(message.get("content") or ""), read, []) if read else FoundCalls(text, [], [])
+        if not read:
+            return FoundCalls(text, [], [])
+        return FoundCalls(str(message.get("content") or ""), read, [])
 
 
 def _decode(text: str, start: int) -> tuple[Any, int]:
@@ -229,7 +232,8 @@ def _decode(text: str, start: int) -> tuple[Any, int]:
 
 def _mapping(value: Any) -> Json:
     """Returns arguments, which may be JSON text, as a mapping. Raises ValueError if they are none."""
-    value = json.loads(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        value = json.loads(value)
     if not isinstance(value, dict):
         raise ValueError("the arguments are not a mapping")
     return value
@@ -275,7 +279,7 @@ def call_readers(texts: Texts, tail: str, shipped: Json | None = None) -> Iterat
     yield CommonCalls()
     if shipped:
         yield ResponseTemplateCalls(shipped)
-    bodies = [text.removesuffix(tail) if tail else text for text in texts]
+    bodies = [text.removesuffix(tail) for text in texts]
     for find in (_json_calls, _named_calls, _element_calls):
         if reader := find(*bodies):
             yield reader
@@ -307,8 +311,8 @@ def _named_calls(one: str, two: str = "") -> CallReader | None:
     place = one.rindex(TOOL_NAME) + len(TOOL_NAME)
     start = one.find("{", place)
     try:
-        value, end = _decode(one, start) if start >= 0 else (None, 0)
-    except ValueError:
+        value, end = _decode(one, start)
+    except ValueError:  # also for a start of -1, of a text without an object
         return None
     if not _is_probe(value):
         return None
@@ -385,7 +389,7 @@ def _parts(one: str, two: str, after: str) -> _Parts:
 
 
 def _first_word(mark: str) -> str:
-    return _flexible(mark.split()[0]) if mark.split() else _flexible(mark)
+    return _flexible("".join(mark.split()[:1]))
 
 
 def _flexible(text: str, *, before: bool = True, after: bool = True) -> str:

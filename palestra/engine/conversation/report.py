@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from palestra.core.chat import Chat, Json, parse_assistant_message, render_message
+from palestra.core.chat import Chat, Json, parse_assistant_message, render_message, with_reasoning
 from palestra.core.types import Answer
 from palestra.engine.conversation.encoder import ChatEncoder
 from palestra.engine.conversation.rendering import Renderer
@@ -138,7 +138,7 @@ def _turn(encoder: ChatEncoder, answer: str | Json, *, thought: str = "", ends: 
     _refuse_unknown(encoder, thought, calls)
     chat = Chat((ASK,), (TOOL,) if calls else ())
     said = render_message(message)
-    whole = message | ({"reasoning_content": thought} if thought else {})
+    whole = with_reasoning(message, thought)
     prompt = encoder.encode_conversation(chat)
     ids = encoder.encode_answer(chat, said, thought, ends=ends)
     read = encoder.read(ids, prompt, chat.tools)
@@ -151,10 +151,9 @@ def _turn(encoder: ChatEncoder, answer: str | Json, *, thought: str = "", ends: 
     finished = encoder.renderer.render([ASK, whole], chat.tools, generate=False)
     if ends:
         _compare_answer(encoder, np.concatenate([prompt, ids]), finished, thought)
-    if not encoder.form.rewrites_answers:
+    if not encoder.form.rewrites_answers or encoder.renderer.harmless(thought) in encoder.tokenizer.decode(following):
         return ""
-    kept = not thought or encoder.renderer.harmless(thought) in encoder.tokenizer.decode(following)
-    return "" if kept else "not in later prompts, as the template drops it (history_thoughts: keep)"
+    return "not in later prompts, as the template drops it (history_thoughts: keep)"
 
 
 def _refuse_unknown(encoder: ChatEncoder, thought: str, calls: list[Json]) -> None:

@@ -44,13 +44,17 @@ class WatchedRoute:
 
     def linear(self, name: str, x: Tensor, layer: nn.Module) -> Tensor:
         self.calls.append(Call(name, x, layer))
-        return own_output(layer, x) if self.route is None else self.route.linear(name, x, layer)
+        if self.route is None:
+            return own_output(layer, x)
+        return self.route.linear(name, x, layer)
 
     def narrow(self, keep_M: Tensor) -> WatchedRoute:
-        return WatchedRoute(None if self.route is None else self.route.narrow(keep_M))
+        return WatchedRoute(self.route and self.route.narrow(keep_M))
 
     def blocks(self, rows: int) -> Sequence[tuple[AdapterRoute | None, int]]:
-        return [(None, rows)] if self.route is None else self.route.blocks(rows)
+        if self.route is None:
+            return [(None, rows)]
+        return self.route.blocks(rows)
 
 
 class JoinedLayers:
@@ -184,7 +188,9 @@ class ColumnRoute:
             outputs = zip(layers.names, self._joined_outputs(layers, x), strict=True)
             self._ahead = {of: (x, output) for of, output in outputs}
         of_x, output = self._ahead.pop(name, (None, x))
-        return output if of_x is x else self._add_adapter(name, x, own_output(layer, x))
+        if of_x is x:
+            return output
+        return self._add_adapter(name, x, own_output(layer, x))
 
     def _joined_outputs(self, layers: JoinedLayers, x: Tensor) -> Sequence[Tensor]:
         y = linear(x, layers.weight, layers.bias)

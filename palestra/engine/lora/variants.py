@@ -148,7 +148,9 @@ def decoder_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _stacked_targets(targets: Sequence[str], model: PreTrainedModel) -> list[str]:
-    names = list(stacked_parameters(model)) if targets else []
+    if not targets:
+        return []
+    names = list(stacked_parameters(model))
     for target in targets:
         if not names_of_targets(names, [target]):
             kinds = sorted({".".join(name.split(".")[-2:]) for name in names})
@@ -182,7 +184,9 @@ def dense_weight(layer: Any) -> Tensor:
     if type(layer) not in (nn.Linear, Conv1D):
         raise ValueError(f"DoRA needs the weights of a {type(layer).__name__}: set use_dora: false, or another base")
     weight: Tensor = layer.weight
-    return weight if type(layer) is nn.Linear else weight.T
+    if type(layer) is nn.Linear:
+        return weight
+    return weight.T
 
 
 def dora_gain(magnitude: Tensor, layer: Any, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -205,13 +209,16 @@ def variant_output(
     if pair is None:
         return y
     a, b = (w.to(x.dtype) for w in pair)
-    dropped = x if dropout is None else dropout.apply(name, x)
+    dropped = x
+    if dropout is not None:
+        dropped = dropout.apply(name, x)
     update = owner.scale_of(name) * F.linear(F.linear(dropped, a), b)
     if name not in owner.extras.magnitudes:
         return y + update
     gain = owner.gain(name, layer).to(x.dtype)
     base = y if dropped is x else own(layer, dropped)
-    base = base if layer.bias is None else base - layer.bias
+    if layer.bias is not None:
+        base = base - layer.bias
     return y + (gain - 1) * base + gain * update
 
 
@@ -242,14 +249,18 @@ def replaceable_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 def replaced_parameters(owner: Owner, name: str, module: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters of the module `name` that an adapter replaces, by their short names."""
     replaced = {}
-    for short, weight in module._parameters.items() if owner.extras else ():
+    if not owner.extras:
+        return {}
+    for short, weight in module._parameters.items():
         key = f"{name}.{short}"
         if weight is not None and key in owner.extras.modules:
             replaced[short] = owner.extras.modules[key].to(weight.dtype)
         elif weight is not None and key in owner.extras.experts:
             a, b = (w.to(weight.dtype) for w in owner.extras.experts[key])
             delta = owner.scale_of(key) * torch.bmm(b, a)
-            replaced[short] = weight + (delta.mT if getattr(module, "is_transposed", False) else delta)
+            if getattr(module, "is_transposed", False):
+                delta = delta.mT
+            replaced[short] = weight + delta
     return replaced
 
 
@@ -294,4 +305,4 @@ def call_by_blocks(
 def _rows_of(value: Any, axis: int, size: int, rows: slice) -> Any:
     if not isinstance(value, Tensor) or value.dim() <= axis or value.shape[axis] != size:
         return value
-    return value[rows] if axis == 0 else value[:, rows]
+    return value.narrow(axis, rows.start, rows.stop - rows.start)

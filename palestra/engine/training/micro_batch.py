@@ -92,7 +92,10 @@ class PackedBatch:
             scores = score_tokens(LMHead(engine, route), features, wanted, entropy_grad=entropy_grad)
             return TokenOutputs(*scores, select_rows(features, wanted.row_M))
 
-        outputs: TokenOutputs = engine.sharded_params.in_pass(compute) if engine.sharded_params else compute()
+        if engine.sharded_params:
+            outputs: TokenOutputs = engine.sharded_params.in_pass(compute)
+        else:
+            outputs = compute()
         engine.release_freed_memory()
         return outputs
 
@@ -127,7 +130,8 @@ def micro_batches(samples: Sequence[Sample], tokens: int, weight: float | None =
     """Splits `samples`, in order, into micro-batches of at most `tokens` tokens counted before
     sharing (a single group may exceed it). `weight` is the weight of a token (None: these samples
     are a whole batch)."""
-    weight = token_weight(samples) if weight is None else weight
+    if weight is None:
+        weight = token_weight(samples)
     result: list[MicroBatch] = []
     part: list[Sample] = []
     size = 0
@@ -139,7 +143,9 @@ def micro_batches(samples: Sequence[Sample], tokens: int, weight: float | None =
             size = 0
         part += group
         size += length
-    return [*result, MicroBatch(part, [weight * s.weight for s in part])] if part else result
+    if part:
+        result.append(MicroBatch(part, [weight * s.weight for s in part]))
+    return result
 
 
 def split_over_ranks(samples: Sequence[Sample], count: int) -> list[list[Sample]]:
@@ -171,7 +177,9 @@ def build_loss_inputs(pack: MicroBatch, logp_M: Tensor, entropy_M: Tensor, value
         return tensor(np.concatenate([getattr(s, field) for s in samples]))
 
     def optional_values(field: str) -> Tensor | None:
-        return None if any(getattr(s, field) is None for s in samples) else field_values(field)
+        if any(getattr(s, field) is None for s in samples):
+            return None
+        return field_values(field)
 
     sampler_logp_M = old_logp_M = field_values("logprobs")
     if samples[0].old_logprobs is not None:

@@ -110,7 +110,7 @@ class LeducRules(Rules[LeducState]):
     def info_state_text(self, state: LeducState, player: int) -> str:
         card = _card_name(state.cards[player]) if player < len(state.cards) else "nothing"
         text = f"You are player {player}. You hold {card}. Moves: {self._moves_text(state.first_round)}."
-        if len(state.cards) == 2:
+        if len(state.cards) < 3:
             return text
         return f"{text} The table shows {_card_name(state.cards[2])}. Then: {self._moves_text(state.second_round)}."
 
