@@ -60,76 +60,56 @@ def clear_games(obs: np.ndarray, state: np.ndarray, chosen: np.ndarray) -> None:
 @jit
 def _begin_games(t: KuhnArrays, chosen: np.ndarray) -> None:
     """Deals, takes antes and writes the first observations of the chosen games."""
-    rng = t.rng
-    cards = t.cards
-    stakes = t.stakes
-    moves = t.moves
-    first_bet = t.first_bet
-    obs = t.obs
-    agent_mask = t.agent_mask
-    state = t.state
-    players = stakes.shape[1]
-    deck = cards.shape[1]
-    clear_games(obs, state, chosen)
+    players = t.stakes.shape[1]
+    deck = t.cards.shape[1]
+    clear_games(t.obs, t.state, chosen)
     for b in range(len(chosen)):
         if chosen[b]:
-            deal_cards(rng[b], cards[b], players)
-            moves[b], first_bet[b] = 0, -1
+            deal_cards(t.rng[b], t.cards[b], players)
+            t.moves[b], t.first_bet[b] = 0, -1
             for n in range(players):
-                stakes[b, n] = 1
-                agent_mask[b, n] = n == 0
-                obs[b, n, n], obs[b, n, players + cards[b, n]] = 1, 1
-                state[b, deck * n + cards[b, n]] = 1
+                t.stakes[b, n] = 1
+                t.agent_mask[b, n] = n == 0
+                t.obs[b, n, n], t.obs[b, n, players + t.cards[b, n]] = 1, 1
+                t.state[b, deck * n + t.cards[b, n]] = 1
 
 
 @jit
 def _move(t: KuhnArrays, actions: np.ndarray) -> None:
     """Makes the move of the player to move and marks the games that it ended. After a bet, each other player answers
     once; a player that passes then is out."""
-    obs = t.obs
-    agent_mask = t.agent_mask
-    state = t.state
-    over = t.terminated
-    stakes = t.stakes
-    moves = t.moves
-    first_bet = t.first_bet
-    games, players = stakes.shape
+    games, players = t.stakes.shape
     for b in range(games):
-        move = moves[b]
-        turn = moves[b] % players
+        move = t.moves[b]
+        turn = t.moves[b] % players
         bet = actions[b, turn] == BET
         at = 2 * move + bet
         for n in range(players):
-            obs[b, n, 2 * players + 1 + at] = 1
-            agent_mask[b, n] = n == (move + 1) % players
-        state[b, players * (players + 1) + at] = 1
+            t.obs[b, n, 2 * players + 1 + at] = 1
+            t.agent_mask[b, n] = n == (move + 1) % players
+        t.state[b, players * (players + 1) + at] = 1
         if bet:
-            stakes[b, turn] = 2
-            if first_bet[b] < 0:
-                first_bet[b] = move
-        moves[b] = move + 1
-        over[b] = move + 1 == players + max(first_bet[b], 0)
+            t.stakes[b, turn] = 2
+            if t.first_bet[b] < 0:
+                t.first_bet[b] = move
+        t.moves[b] = move + 1
+        t.terminated[b] = move + 1 == players + max(t.first_bet[b], 0)
 
 
 @jit
 def _pay(t: KuhnArrays) -> None:
     """Writes the rewards. The highest card of the players that bet (of all players if none bet) wins the pot."""
-    cards = t.cards
-    stakes = t.stakes
-    first_bet = t.first_bet
-    rewards = t.rewards
-    over = t.terminated
-    games, players = stakes.shape
+    games, players = t.stakes.shape
     for b in range(games):
-        asked = 1 + (first_bet[b] >= 0)
+        asked = 1 + (t.first_bet[b] >= 0)
         pot = 0
         winner = -1
         for n in range(players):
-            pot += stakes[b, n]
-            if stakes[b, n] == asked and (winner < 0 or cards[b, n] > cards[b, winner]):
+            pot += t.stakes[b, n]
+            if t.stakes[b, n] == asked and (winner < 0 or t.cards[b, n] > t.cards[b, winner]):
                 winner = n
         for n in range(players):
-            rewards[b, n] = over[b] * (pot * (n == winner) - stakes[b, n])
+            t.rewards[b, n] = t.terminated[b] * (pot * (n == winner) - t.stakes[b, n])
 
 
 @jit
