@@ -50,15 +50,12 @@ class ShardedParams(Protocol):
 
     def gather_weights(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which all weights are gathered on this rank."""
-        ...
 
     def in_pass(self, compute: Callable[[], Any]) -> Any:
         """Returns `compute()`, called inside a pass of the whole model."""
-        ...
 
     def reshard(self) -> None:
         """Drops all weights but this rank's own shard."""
-        ...
 
 
 class Engine:

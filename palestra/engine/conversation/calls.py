@@ -48,7 +48,6 @@ class CallReader(Protocol):
 
     def read(self, text: str, tools: Sequence[Json]) -> FoundCalls:
         """Returns the content and the calls of an answer."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ class AttentionLayout(Protocol):
     ) -> Tensor:
         """Returns the attention output [S, H, D] of queries [H, S, D] over keys and values [h, S, D], in their
         dtype."""
-        ...
 
 
 class AdapterRoute(Protocol):
@@ -39,15 +38,12 @@ class AdapterRoute(Protocol):
 
     def linear(self, name: str, x: Tensor, layer: nn.Module) -> Tensor:
         """Returns `layer(x)` plus the output of the rows' adapters at the linear layer `name`."""
-        ...
 
     def narrow(self, keep_M: Tensor) -> AdapterRoute:
         """Returns the route of the rows `keep_M` (rising indices) only."""
-        ...
 
     def blocks(self, rows: int) -> Sequence[tuple[AdapterRoute | None, int]]:
         """Returns, for each block of `rows` rows, a route for any number of rows of its adapter, and its size."""
-        ...
 
 
 def _attention(

@@ -24,7 +24,6 @@ class OpponentSampler(Protocol):
     def sample_members(self, rng: np.random.Generator, num_envs: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns a tag [games] int64, which identifies the draw to the caller, and the index of a member for every
         seat, int64 [games, S]."""
-        ...
 
 
 class IndependentSampler:
