@@ -96,7 +96,8 @@ def atomic_folder(
     temporary.mkdir(parents=True)
     write(temporary)
     if durable:
-        _sync_tree(temporary)
+        for written in [*temporary.rglob("*"), temporary]:
+            fsync_path(written)
     sizes = {
         str(file.relative_to(temporary)): file_size(file) for file in sorted(temporary.rglob("*")) if file.is_file()
     }
@@ -395,11 +396,6 @@ def to_json_types(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [to_json_types(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        fsync_path(path)
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:

@@ -169,13 +169,10 @@ def _reading_once() -> Iterator[None]:
         def data(self, mapped: Any) -> None:
             self._data = np.asarray(mapped)
 
-    def without_bar(items: Any, **_: Any) -> Any:
-        return items
-
     with ExitStack() as stack:
         stack.enter_context(_patch_attribute(gguf, "GGUFReader", cache(Header)))
         stack.enter_context(_patch_attribute(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)))
-        stack.enter_context(_patch_attribute(modeling_gguf_pytorch_utils, "tqdm", without_bar))
+        stack.enter_context(_patch_attribute(modeling_gguf_pytorch_utils, "tqdm", lambda items, **_: items))
         yield
 
 

@@ -84,7 +84,7 @@ def complete_config(config: Any, reader: Any, file: str) -> None:
     read = _read_by_transformers(config, architecture, file)
     left = {key: value for key, value in fields.items() if key not in read and key not in HARMLESS}
     factors = next((tensor.data for tensor in reader.tensors if tensor.name == ROPE_FREQS), None)
-    done = {key for key, value in left.items() if _set(config, key, value) or _is_neutral(key, value)}
+    done = {key for key, value in left.items() if _set(config, key, value) or (key, value) in NEUTRAL.items()}
     done |= _set_rope(config, left, fields.get("context_length"), factors)  # by the width of the heads that is set
     refuse([f"{architecture}.{key} ({left[key]!s:.40})" for key in left if key not in done], file)
 
@@ -108,10 +108,6 @@ def refuse(names: Iterable[str], file: str, why: str = "") -> None:
         shown = ", ".join(unread[:5]) + (f" and {len(unread) - 5} more" if len(unread) > 5 else "")
         why = why or f"transformers {transformers.__version__} does not read that, and the results may depend on it"
         raise ValueError(f"cannot convert {file}, which has {shown}: {why}. {REMEDY}")
-
-
-def _is_neutral(key: str, value: Any) -> bool:
-    return key in NEUTRAL and bool(value == NEUTRAL[key])
 
 
 def _read_by_transformers(config: Any, architecture: str, file: str) -> set[str]:

@@ -188,7 +188,9 @@ def _find_answer_form(renderer: Renderer) -> AnswerForm:
         return AnswerForm(end=eos, call_end=eos)
     finished = answer_text(renderer, ANSWERED) or ""
     start, marked, tail = finished.partition(TEXT_MARK)
-    end = [eos, *leading_specials(renderer, _text_between(renderer))[:1], *leading_specials(renderer, tail)][-1]
+    # after an answer's content when another turn follows
+    between = (renderer.attempt([ASKED, ANSWERED, ASKED]) or "").partition(TEXT_MARK)[2]
+    end = [eos, *leading_specials(renderer, between)[:1], *leading_specials(renderer, tail)][-1]
     thought, after_thought = _thought_marks(renderer)
     before = {start.strip() if marked else "", after_thought} - {""}
     starts = sorted(before, key=len, reverse=True)
@@ -212,11 +214,6 @@ def leading_specials(renderer: Renderer, text: str) -> list[str]:
         begins = begins.removeprefix(token)
         found.append(token)
     return found
-
-
-def _text_between(renderer: Renderer) -> str:
-    """Returns what the template writes after an answer's content when another turn follows."""
-    return (renderer.attempt([ASKED, ANSWERED, ASKED]) or "").partition(TEXT_MARK)[2]
 
 
 def _thought_marks(renderer: Renderer) -> tuple[ThoughtMarks | None, str]:
@@ -330,12 +327,11 @@ def _call_end(renderer: Renderer, texts: Sequence[str]) -> str:
     return "".join(leading_specials(renderer, whole.removeprefix(finished.rstrip()))[:1])
 
 
-def end_tokens(tokenizer: Any, options: dict[str, Any] | None = None) -> set[int]:
+def end_tokens(tokenizer: Any) -> set[int]:
     """Returns the ids of the tokens that end an answer: the tokenizer's end-of-text token, and those with which its
     chat template ends texts and calls (Phi-3's `<|end|>`, GLM-4's `<|user|>` and `<|observation|>`, which begin the
     next turn)."""
-    renderer = Renderer(tokenizer, options)
-    form = find_answer_form(renderer)
+    form = find_answer_form(Renderer(tokenizer))
     found = {tokenizer.convert_tokens_to_ids(token) for token in {form.end, form.call_end} - {""}}
     found.add(tokenizer.eos_token_id)
     return {token for token in found if token is not None}

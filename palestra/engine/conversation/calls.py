@@ -410,32 +410,22 @@ def _any_truth(text: str) -> str:
     return re.sub('"(?:true|false)"', '"(?:true|false)"', _flexible(text, after=False))
 
 
-def _dialect(opened: str, close: str, content: str, arguments: Json, end: str) -> Json:
-    calls = {
-        "open_pattern": opened,
-        "close_pattern": close,
-        "repeats": True,
-        "content": content,
-        "content_args": arguments,
-        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-    }
-    text = {"close_pattern": rf"(?:{end})\s*|$", "content": "text"}
-    return {"defaults": {"role": "assistant"}, "start_anchor": end, "fields": {"tool_calls": calls, "content": text}}
-
-
+GEMMA_CALLS: Json = {
+    "open_pattern": r"<\|tool_call>call:(?P<name>[\w.-]+)",
+    "close_pattern": r"<tool_call\|>\s*",
+    "repeats": True,
+    "content": "json",
+    "content_args": {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
+    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+}
+GEMMA_TEMPLATE: Json = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": r"<turn\|>",
+    "fields": {"tool_calls": GEMMA_CALLS, "content": {"close_pattern": r"(?:<turn\|>)\s*|$", "content": "text"}},
+}
 DIALECTS = (
     # Gemma 4: <|tool_call>call:f{a:<|"|>text<|"|>,b:7}<tool_call|>
-    ResponseTemplateCalls(
-        _dialect(
-            r"<\|tool_call>call:(?P<name>[\w.-]+)",
-            r"<tool_call\|>\s*",
-            "json",
-            {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
-            r"<turn\|>",
-        ),
-        "<|tool_call>",
-        "<tool_call|>",
-    ),
+    ResponseTemplateCalls(GEMMA_TEMPLATE, "<|tool_call>", "<tool_call|>"),
     # LFM2.5: <|tool_call_start|>[f(a='text', b=7)]<|tool_call_end|>
     PythonCalls(
         "",

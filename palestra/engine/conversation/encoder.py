@@ -291,21 +291,18 @@ class ChatEncoder:
             raise ValueError("an answer to imitate has two different thoughts, beside its text and in it: leave one")
         return ReadAnswer(rest, thought or inline)
 
-    def encode_answer(
-        self, conversation: Chat, text: str, thought: str = "", *, system: str | None = None, ends: bool = True
-    ) -> np.ndarray:
+    def encode_answer(self, conversation: Chat, text: str, thought: str = "", *, ends: bool = True) -> np.ndarray:
         """Returns an answer to a conversation as token ids [T] int32, as the template writes it in the finished
         conversation: with the thought, with calls in the template's form, and with its end token if it `ends`. The text
         may spell that end itself. Raises ValueError if the answer would not be read as this text and thought."""
-        messages = with_system(conversation.messages, system)
         told = text.rstrip()
         if self.form.end and told.endswith(self.form.end):
             text = told.removesuffix(self.form.end)
         answer = self.part_demonstration(text, thought, ends=ends)
         if not self.renderer.has_template and not answer.thought:
             return self.encode_text(self.renderer.harmless(answer.text) + (self.form.end if ends else ""))
-        prompt = self.renderer.render(messages, conversation.tools)
-        body, end = self._answer_text(messages, list(conversation.tools), answer, prompt)
+        prompt = self.renderer.render(conversation.messages, conversation.tools)
+        body, end = self._answer_text(conversation, answer, prompt)
         if not ends and answer.thought and not answer.text:  # it was cut in its thought, whose end is not written
             written = self.renderer.harmless(answer.thought).strip()
             body = body[: body.rindex(written) + len(written)]
@@ -328,26 +325,27 @@ class ChatEncoder:
         """Returns whether a prompt has begun a thought."""
         return self.form.thought is not None and prompt.rstrip().endswith(self.form.thought.open)
 
-    def _answer_text(self, messages: list[Json], tools: list[Json], answer: ReadAnswer, prompt: str) -> tuple[str, str]:
+    def _answer_text(self, conversation: Chat, answer: ReadAnswer, prompt: str) -> tuple[str, str]:
         """Returns the text of an answer after `prompt`, without its end token, and that token."""
         form = self.form
         message: Json = {"role": "assistant", "content": answer.text}
         parsed = parse_assistant_message(answer.text)
-        is_known = form.calls is not None and (form.has_common_calls or tools)
+        is_known = form.calls is not None and (form.has_common_calls or conversation.tools)
         if is_known and "tool_calls" in parsed and answer.text == render_message(parsed):
             message = parsed
         end = form.call_end if "tool_calls" in message else form.end
-        body = self._render_answer(messages, tools, message, answer.thought, prompt)
+        body = self._render_answer(conversation, message, answer.thought, prompt)
         text = self.renderer.without_specials(body)
         if end and end in body[len(text) :]:
             text = body[: body.index(end, len(text))]
         return text, end
 
-    def _render_answer(self, messages: list[Json], tools: list[Json], message: Json, thought: str, prompt: str) -> str:
+    def _render_answer(self, conversation: Chat, message: Json, thought: str, prompt: str) -> str:
         """Returns what the template writes after `prompt` as the answer `message` with a thought."""
 
         def render(thought: str) -> str:
-            return self.renderer.render([*messages, with_reasoning(message, thought)], tools, generate=False)
+            finished = [*conversation.messages, with_reasoning(message, thought)]
+            return self.renderer.render(finished, conversation.tools, generate=False)
 
         marks = self.form.thought
         forced = self._is_forced(prompt)

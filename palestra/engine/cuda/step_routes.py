@@ -49,7 +49,9 @@ class WatchedRoute:
         return self.route.linear(name, x, layer)
 
     def narrow(self, keep_M: Tensor) -> WatchedRoute:
-        return WatchedRoute(self.route and self.route.narrow(keep_M))
+        if self.route is None:
+            return WatchedRoute(None)
+        return WatchedRoute(self.route.narrow(keep_M))
 
     def blocks(self, rows: int) -> Sequence[tuple[AdapterRoute | None, int]]:
         if self.route is None:

@@ -97,7 +97,7 @@ class BlockRoute:
         return torch.cat([route.linear(name, block, layer) for route, block in blocks], dim=-2)
 
     def narrow(self, keep_M: Tensor) -> BlockRoute:
-        return BlockRoute([route.adapter for route in self.routes], count_kept_rows(self.counts, keep_M))
+        return BlockRoute([route.owner for route in self.routes], count_kept_rows(self.counts, keep_M))
 
 
 @dataclass

@@ -101,7 +101,7 @@ class BargainingRules(Rules[BargainingState]):
         return np.concatenate([np.eye(2, dtype=np.float32)[player], worths.ravel(), moves.ravel()])
 
     def info_state_text(self, state: BargainingState, player: int) -> str:
-        pool = ", ".join(_count_words(count, item) for count, item in zip(self.counts, ITEMS, strict=False))
+        pool = ", ".join(f"{n} {item}" + "s" * (n > 1) for n, item in zip(self.counts, ITEMS, strict=False))
         worth = "not known yet"
         if state.valuation >= 0:
             worths = zip(ITEMS, self.valuations[state.valuation][player], strict=False)
@@ -123,7 +123,3 @@ def _deals(counts: tuple[int, ...], total: int) -> list[tuple[ItemValues, ItemVa
         for first, second in product(worths, repeat=2)
         if all(map(max, first, second)) and any(map(min, first, second))
     ]
-
-
-def _count_words(count: int, item: str) -> str:
-    return f"{count} {item}" + "s" * (count > 1)

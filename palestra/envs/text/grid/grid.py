@@ -55,11 +55,6 @@ def manhattan(size: int, a: int, b: int) -> int:
     return abs(a // size - b // size) + abs(a % size - b % size)
 
 
-def reachable(board: Grid, start: int, blocked: Collection[int] = ()) -> set[int]:
-    """Returns the cells reachable from `start` (included) without entering `blocked`."""
-    return set(distances(board, start, blocked))
-
-
 def distances(board: Grid, start: int, blocked: Collection[int] = ()) -> dict[int, int]:
     """Returns the shortest-path length, in moves, from `start` to each reachable cell, without entering `blocked`."""
     far = {start: 0}

@@ -25,7 +25,6 @@ from palestra.envs.text.grid.grid import (
     make_grid,
     manhattan,
     parse_cells,
-    reachable,
     walk,
 )
 from palestra.envs.text.grid.grid_game import GridGame, GridTeam
@@ -61,7 +60,7 @@ class PathLayout:
         return distances(self.grid, self.goal)
 
     def is_solvable(self) -> bool:
-        return self.goal in reachable(self.grid, self.start)
+        return self.goal in distances(self.grid, self.start)
 
 
 def make_path_layout(size: int, walls: tuple[int, ...], start: int, goal: int) -> PathLayout:
