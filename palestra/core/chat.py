@@ -68,8 +68,7 @@ def parse_assistant_message(text: str) -> Json:
     calls: list[ToolCall] = []
 
     def take(found: re.Match[str]) -> str:
-        call = parse_tool_call(found[1])
-        if call is None:
+        if (call := parse_tool_call(found[1])) is None:
             return found[0]
         calls.append(call)
         return ""

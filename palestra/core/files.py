@@ -374,8 +374,7 @@ def filter_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     if path.exists():
         old = path.read_bytes()
         pairs = zip(old.split(b"\n"), read_lines(path), strict=False)
-        new = b"".join(raw + b"\n" for raw, line in pairs if keep(line))
-        if new != old:
+        if (new := b"".join(raw + b"\n" for raw, line in pairs if keep(line))) != old:
             atomic_write(path, new)
 
 

@@ -342,8 +342,7 @@ def gspo_loss(
     1.0004. A sequence must not be split over micro-batches. Raises ValueError without `sequence_M`, and for a KL
     penalty without `ref_logp_M`.
     """
-    sequence_M = tokens.sequence_M
-    if sequence_M is None:
+    if (sequence_M := tokens.sequence_M) is None:
         raise ValueError("gspo needs the number of each token's sequence")
     tokens, mismatch = correct_mismatch(tokens, **importance)
     own = tokens.logp_M - tokens.logp_M.detach()  # zero, with the gradient of logp

@@ -81,8 +81,7 @@ def check_text(text: str) -> str:
 def _plain_mapping(value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for key, item in value.items():
-        text = _key(key)
-        if text in plain:
+        if (text := _key(key)) in plain:
             raise ValueError(f"a mapping with two keys that are {text!r} as text")
         plain[text] = plain_value(item, depth + 1)
     return plain

@@ -60,8 +60,7 @@ def made_class(env: Any) -> type:
     elif callable(env):
         made = new_env(env, {"num_envs": 1} if "num_envs" in inspect.signature(env).parameters else {})
         cls, what = type(made), f"{env!r:.60}, which returned a {type(made).__name__}"
-        close = getattr(made, "close", None)
-        if close and not inspect.iscoroutinefunction(close):
+        if (close := getattr(made, "close", None)) and not inspect.iscoroutinefunction(close):
             close()
     elif isinstance(env, Env | VectorEnv) or package_of(type(env)):
         name = type(env).__name__

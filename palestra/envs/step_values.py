@@ -142,8 +142,7 @@ def number(value: Any) -> float | None:
 
 
 def _reward(value: Any, env: str, payee: str) -> float:
-    reward = number(value)
-    if reward is None:
+    if (reward := number(value)) is None:
         raise ValueError(
             f'env "{env}" gives {payee} a reward of {short_repr(value)} ({type(value).__name__}): rewards must be '
             "finite numbers"

@@ -88,8 +88,7 @@ class _Check:
         env.reset(self.seeds)
         for action in actions[:half]:
             env.step(action.copy())
-        saved = env.save()
-        if saved is None:
+        if (saved := env.save()) is None:
             return
         kept = {name: array.copy() for name, array in saved.items()}
         for action in actions[half:]:

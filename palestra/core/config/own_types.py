@@ -65,8 +65,7 @@ class OwnTypes:
     def _own_path(self, named: Any, shipped: set[str]) -> str:
         """Returns "module:Class" for the type of a user's own class; "" for any other."""
         if isinstance(named, type):
-            path = import_path(named)
-            if not path:
+            if not (path := import_path(named)):
                 raise ValueError(
                     f"{self.what} {named.__qualname__} is defined in a script, a notebook or a function, where a "
                     "resumed run would not find it: move it to a module, and name it by "

@@ -135,8 +135,7 @@ def _check_events(text: str) -> None:
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise _mark_error(f"nested deeper than {MAX_DEPTH} levels, and no config is", event.start_mark)
-        tag = getattr(event, "tag", None)
-        if tag is not None and tag not in ALLOWED_TAGS:
+        if (tag := getattr(event, "tag", None)) is not None and tag not in ALLOWED_TAGS:
             raise _mark_error(f"tag {tag!r} is not allowed, a config is plain data: remove the tag", event.start_mark)
 
 

@@ -49,8 +49,7 @@ class AnswerForm:
             return f"the answer calls {called[0]!r}, and tool_choice asks for {self.tool!r}"
         if self.keys is None or called:
             return ""
-        value = _read_object(message["content"])
-        if value is None:
+        if (value := _read_object(message["content"])) is None:
             return "the answer is no JSON object, and response_format asks for one"
         if missing := [key for key in self.keys if key not in value]:
             return f"the answer lacks the key {missing[0]!r} of response_format"

@@ -251,8 +251,7 @@ def _part_thought(message: Json) -> Json:
 def _headers(endpoint: Endpoint) -> dict[str, str]:
     if endpoint.key_env is None:
         return {}
-    key = os.environ.get(endpoint.key_env, "").strip()
-    if not key:
+    if not (key := os.environ.get(endpoint.key_env, "").strip()):
         raise ValueError(
             f"the endpoint's key is missing: set the environment variable {endpoint.key_env}, or drop key_env"
         )

@@ -87,8 +87,7 @@ def _packaged_parts(base: str) -> Parts:
     packaged = PACKAGED_BASES[base]
     found: list[Path] = []
     for module, path in packaged.parts.items():
-        part = _find_part(module, path)
-        if part is None:
+        if (part := _find_part(module, path)) is None:
             raise ValueError(f'the base "{base}" is in a package that is not installed: {packaged.install}')
         if not part.is_file():
             raise ValueError(f"no file {part}: install the package again with {packaged.install}")

@@ -190,8 +190,7 @@ def _small_agrees(subjects: _Subjects, way: Way, build: BuildEngine) -> bool:
     """Returns whether the results of a small model are its own; False if none runs. Raises Mismatch if they are not."""
     wrong = None
     for seed in SEEDS:
-        subject = subjects.small(seed)
-        if subject is None:
+        if (subject := subjects.small(seed)) is None:
             return False
         try:
             compare(subject[0], way, build, subject[1])

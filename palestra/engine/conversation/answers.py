@@ -173,8 +173,7 @@ def find_answer_form(renderer: Renderer) -> AnswerForm:
     tokenizer = renderer.tokenizer
     known = (tokenizer.chat_template, renderer.options, renderer.special, tokenizer.special_tokens_map)
     key = json.dumps(known, default=str)
-    form = _forms.get(key)
-    if form is None:
+    if (form := _forms.get(key)) is None:
         form = _find_answer_form(renderer)
         if len(_forms) >= MAX_FORMS:
             _forms.clear()
@@ -199,8 +198,7 @@ def _find_answer_form(renderer: Renderer) -> AnswerForm:
     blank = tail if tail.isspace() else ""
     form = AnswerForm(end, end, blank, thought, tuple(starts), rewrites_answers=_rewrites_answers(renderer))
     texts = _call_texts(renderer, form)
-    calls = _call_reader(renderer, form, texts, tail)
-    if calls is None:
+    if (calls := _call_reader(renderer, form, texts, tail)) is None:
         return form
     call_end = _call_end(renderer, texts) or end
     return replace(form, calls=calls, call_end=call_end, call_text=texts[0])

@@ -94,8 +94,7 @@ class MarkedCalls(ABC):
                 calls += read
             except ValueError:
                 at = len(text)
-                closed = self.close.search(text, marked.end())
-                if closed and closed[0].strip():
+                if (closed := self.close.search(text, marked.end())) and closed[0].strip():
                     at = closed.end()
                 unreadable.append(text[marked.start() : at].strip())
         if not content:
@@ -162,8 +161,7 @@ class PythonCalls(MarkedCalls):
 
     def read_at(self, text: str, found: re.Match[str], tools: Sequence[Json]) -> tuple[list[ToolCall], int]:
         """Returns the calls between the mark `found` and the close, and the index of the close."""
-        closed = self.close.search(text, found.end())
-        if closed is None:
+        if (closed := self.close.search(text, found.end())) is None:
             raise ValueError("the call does not end")
         body = text[found.end() : closed.start()].strip()
         try:

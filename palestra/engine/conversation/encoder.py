@@ -93,8 +93,7 @@ class ChatEncoder:
     def encode_shared(self, conversation: Chat, system: str | None = None) -> np.ndarray:
         """Returns the tokens [P] int32 with which every prompt begins that has the same first `num_shared` messages as
         `conversation`; no tokens if `num_shared` is 0."""
-        shared = conversation.messages[: conversation.num_shared]
-        if not shared:
+        if not (shared := conversation.messages[: conversation.num_shared]):
             return NO_TOKENS
         one, other = (
             self.encode_conversation(Chat((*shared, {"role": "user", "content": text}), conversation.tools), system)
@@ -132,8 +131,7 @@ class ChatEncoder:
     def _without_repeated_end(self, answer: np.ndarray, between: np.ndarray) -> np.ndarray:
         """Returns what follows an answer, without the white space that ends both it and each turn of a template that
         has no special token for that."""
-        end = self.form.blank_end
-        if not end:
+        if not (end := self.form.blank_end):
             return between
         text = self.tokenizer.decode(answer[-TAIL_TOKENS:], skip_special_tokens=False)
         repeated = next((end[:n] for n in range(len(end), 0, -1) if text.endswith(end[:n])), "")

@@ -170,8 +170,7 @@ def _refuse_unknown(encoder: ChatEncoder, thought: str, calls: list[Json]) -> No
 
 
 def _compare(encoder: ChatEncoder, ids: np.ndarray, wanted: str, what: str) -> None:
-    found = encoder.tokenizer.decode(ids)
-    if found != wanted:
+    if (found := encoder.tokenizer.decode(ids)) != wanted:
         raise _Different(f"the {what} {found[-60:]!r} is {wanted[-60:]!r} in the chat template")
 
 

@@ -183,8 +183,7 @@ class ColumnRoute:
         self._own: dict[int, Tensor] = {}  # by number of layers
 
     def linear(self, name: str, x: Tensor, layer: nn.Module) -> Tensor:
-        layers = self.columns.joined.get(name)
-        if layers is None:
+        if (layers := self.columns.joined.get(name)) is None:
             return self._add_adapter(name, x, own_output(layer, x))
         if name == layers.names[0]:
             outputs = zip(layers.names, self._joined_outputs(layers, x), strict=True)
@@ -196,8 +195,7 @@ class ColumnRoute:
 
     def _joined_outputs(self, layers: JoinedLayers, x: Tensor) -> Sequence[Tensor]:
         y = linear(x, layers.weight, layers.bias)
-        pair = self.columns.joined_pairs.get(layers)
-        if pair is not None:
+        if (pair := self.columns.joined_pairs.get(layers)) is not None:
             self._add_product(x, y, pair, len(layers.names))
         outputs = y.split(layers.sizes, -1)
         if pair is None:
@@ -207,8 +205,7 @@ class ColumnRoute:
 
     def _add_adapter(self, name: str, x: Tensor, y: Tensor) -> Tensor:
         """Adds the output of a layer's adapters to `y`; returns it."""
-        pair = self.columns.pairs.get(name)
-        if pair is not None:
+        if (pair := self.columns.pairs.get(name)) is not None:
             self._add_product(x, y, pair, 1)
         return y
 

@@ -10,13 +10,31 @@ width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from palestra.engine.forward.attention_terms import NO_TERMS, AttentionTerms
+
+T = TypeVar("T")
+
+
+def packs(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Yields the items in order, those of one flat row together: at most `limit` tokens by `size_of`, counted before
+    sharing (a single item may exceed it)."""
+    pack: list[T] = []
+    size = 0
+    for item in items:
+        if pack and size + size_of(item) > limit:
+            yield pack
+            pack = []
+            size = 0
+        pack.append(item)
+        size += size_of(item)
+    if pack:
+        yield pack
 
 
 class AttentionLayout(Protocol):

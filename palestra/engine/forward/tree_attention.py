@@ -86,8 +86,7 @@ def concat_forests(forests: Sequence[Forest]) -> Forest:
 
 def padded_forest(forest: Forest, size: int) -> Forest:
     """Returns `forest` with tokens 0 at its end, which no path has, up to `size` tokens."""
-    padding = size - len(forest.ids_S)
-    if padding <= 0:
+    if (padding := size - len(forest.ids_S)) <= 0:
         return forest
     places = np.arange(padding)
     return concat_forests([forest, Forest(np.zeros(padding, np.int64), places, [], [(0, places)])])

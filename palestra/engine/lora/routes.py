@@ -39,8 +39,7 @@ class SingleAdapterRoute:
     def linear(self, name: str, x: Tensor, layer: Any) -> Tensor:
         if self.dropout is not None or not self.owner.mergeable:
             return variant_output(self.owner, own_output, name, x, layer, self.dropout)
-        pair = self.owner.weights.get(name)
-        if pair is None:
+        if (pair := self.owner.weights.get(name)) is None:
             return own_output(layer, x)
         if type(layer) is nn.Linear and not torch.is_autocast_enabled(x.device.type):
             # a merged weight in half precision would lose the adapter to rounding
@@ -65,8 +64,7 @@ class SnapshotRoute:
     def linear(self, name: str, x: Tensor, layer: Any) -> Tensor:
         if not self.owner.mergeable:
             return variant_output(self.owner, own_output, name, x, layer)
-        pair = self.owner.weights.get(name)
-        if pair is None:
+        if (pair := self.owner.weights.get(name)) is None:
             return own_output(layer, x)
         a, b = (w.to(x.dtype) for w in pair)
         return own_output(layer, x) + F.linear(F.linear(x, a), b)
@@ -187,8 +185,7 @@ class MultiAdapterRoute:
         ):
             return linear(x, merged, layer.bias)
         y = own_output(layer, x)
-        pair = self.stack.stacked_pair(name)
-        if pair is None:
+        if (pair := self.stack.stacked_pair(name)) is None:
             return y
         a_nir, b_nro = pair
         rows = x.flatten(0, -2)[: self.rows]
@@ -247,8 +244,7 @@ class AdapterStack:
 
     def _build(self, name: str) -> tuple[Tensor, Tensor] | None:
         pairs = [s.weights.get(name) for s in self.snapshots]
-        ranks = [p[0].shape[0] for p in pairs if p]
-        if not ranks:
+        if not (ranks := [p[0].shape[0] for p in pairs if p]):
             return None
         layer: Any = self.linears[name]
         outputs, inputs = layer_shape(layer)

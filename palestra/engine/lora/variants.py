@@ -205,8 +205,7 @@ def variant_output(
     if replaced := replaced_parameters(owner, name, layer):
         return call_with(layer, lambda x: type(layer).forward(layer, x), replaced, (x,), {})
     y = own(layer, x)
-    pair = owner.weights.get(name)
-    if pair is None:
+    if (pair := owner.weights.get(name)) is None:
         return y
     a, b = (w.to(x.dtype) for w in pair)
     dropped = x

@@ -159,8 +159,7 @@ class LiveBatch(ABC):
         self, rows: Sequence[LiveSequence], logits_RV: Tensor
     ) -> dict[LiveSequence, tuple[np.ndarray, np.ndarray]]:
         """Returns the most likely tokens and their log-probabilities, for the rows whose requests ask for them."""
-        asking = [i for i, row in enumerate(rows) if row.group.request.top_logprobs]
-        if not asking:
+        if not (asking := [i for i, row in enumerate(rows) if row.group.request.top_logprobs]):
             return {}
         settings = [rows[i].group.request.sampling for i in asking]
         wanted = [rows[i].group.request.top_logprobs for i in asking]

@@ -260,8 +260,7 @@ class Sampler:
 
         def compute(groups: list[SequenceGroup]) -> None:
             chosen = set(groups)
-            now = [row for row in self._live(rows) if row.group in chosen]
-            if not now:
+            if not (now := [row for row in self._live(rows) if row.group in chosen]):
                 return  # preempted
             self.batch.decode(now)
             for client, count in Counter(row.group.request.client for row in now).items():

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from palestra.core.types import Sample
 from palestra.engine.bases.model import Engine
+from palestra.engine.forward.flat_row import packs
 from palestra.engine.forward.logits import row_chunks, widen
 from palestra.engine.forward.tree_attention import Forest, TreeLayout, build_forest, concat_forests
 from palestra.engine.lora.adapters import Snapshot
@@ -103,19 +104,9 @@ def _check(engine: Engine, question: ScoreRequest) -> None:
 
 
 def _micro_batches(questions: Sequence[ScoreRequest], tokens: int) -> Iterator[list[int]]:
-    """Yields indices of `questions`, sorted so that prompts with common prefixes are in one pack."""
+    """Returns indices of `questions`, sorted so that prompts with common prefixes are in one pack."""
     order = sorted(range(len(questions)), key=lambda i: (_owner(questions[i]), questions[i].ids.tolist()))
-    pack: list[int] = []
-    size = 0
-    for i in order:
-        if pack and size + len(questions[i].ids) > tokens:
-            yield pack
-            pack = []
-            size = 0
-        pack.append(i)
-        size += len(questions[i].ids)
-    if pack:
-        yield pack
+    return packs(order, lambda i: len(questions[i].ids), tokens)
 
 
 def _owner(question: ScoreRequest) -> tuple[bool, str, int]:

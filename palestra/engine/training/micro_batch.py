@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from palestra.core.losses import LossInputs
 from palestra.core.sample_weights import batch_denominator, trained_weight
 from palestra.core.types import Sample, is_sampled
 from palestra.engine.bases.model import Engine
+from palestra.engine.forward.flat_row import packs
 from palestra.engine.forward.linear import padded_rows
 from palestra.engine.forward.routing_replay import packed_experts
 from palestra.engine.forward.tree_attention import Forest, TreeLayout, build_forest, common_prefix, padded_forest
@@ -132,18 +134,9 @@ def micro_batches(samples: Sequence[Sample], tokens: int, weight: float | None =
     are a whole batch)."""
     if weight is None:
         weight = token_weight(samples)
-    result: list[MicroBatch] = []
-    part: list[Sample] = []
-    size = 0
-    for group in by_group(samples):
-        length = _length(group)
-        if part and size + length > tokens:
-            result.append(MicroBatch(part, [weight * s.weight for s in part]))
-            part = []
-            size = 0
-        part += group
-        size += length
-    if part:
+    result = []
+    for groups in packs(by_group(samples), _length, tokens):
+        part = list(chain.from_iterable(groups))
         result.append(MicroBatch(part, [weight * s.weight for s in part]))
     return result
 

@@ -34,8 +34,7 @@ class MuonAndAdamW:
         self._parts: list[torch.optim.Optimizer] = []
         for group in groups:
             rest = [p for p in group["params"] if id(p) not in ids]
-            mine = [p for p in group["params"] if id(p) in ids]
-            if mine:
+            if mine := [p for p in group["params"] if id(p) in ids]:
                 muon = {**group, "params": mine}
                 self._parts.append(torch.optim.Muon([muon], lr=1e-3, adjust_lr_fn="match_rms_adamw"))
             if rest:

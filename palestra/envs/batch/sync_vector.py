@@ -315,8 +315,7 @@ def to_reward(value: Any, seat: Seat) -> float:
     shape = getattr(value, "shape", ())
     if shape and prod(shape) == 1:
         value = np.asarray(value).ravel()[0]
-    reward = number(value)
-    if reward is None:
+    if (reward := number(value)) is None:
         raise ValueError(
             f'seat "{seat}" is paid {value!r:.60}, which is not a number: pay 0.0 where there is no reward'
         )

@@ -32,8 +32,7 @@ def write_value(into: pb.Value, value: Any, depth: int = 0) -> None:
 
     Raises ValueError if it is too large, too deep or of another type.
     """
-    write = WRITERS.get(type(value))
-    if write:
+    if write := WRITERS.get(type(value)):
         write(into, value, depth)
     elif isinstance(value, np.generic):
         _array(into.scalar, np.asarray(value))
@@ -102,8 +101,7 @@ def write_step(into: pb.Step, step: Step) -> None:
     part = ""
     try:
         for part in MAPPING_FIELDS:
-            mapping = getattr(step, part)
-            if mapping:
+            if mapping := getattr(step, part):
                 write_mapping(getattr(into, part), mapping)
         for part, default in FIELD_DEFAULTS.items():
             value = getattr(step, part)

@@ -332,8 +332,7 @@ def _of(client: ClientSessions, request: pb.Request) -> EnvSession:
 async def _after(earlier: Sequence[asyncio.Task[Any]], doing: Callable[[], Unfinished]) -> None:
     """Calls `doing` when all `earlier` requests have ended, successfully or not."""
     await asyncio.wait(earlier)
-    rest = doing()
-    if rest:
+    if rest := doing():
         await rest
 
 

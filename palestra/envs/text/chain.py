@@ -261,8 +261,7 @@ def _read(rows: Iterable[Row] | str | Path) -> list[Row]:
     """Returns the rows. Raises ValueError if there are none, or one is no mapping."""
     if isinstance(rows, str | Path):
         return read_rows(Path(rows))
-    table = list(rows)
-    if not table:
+    if not (table := list(rows)):
         raise ValueError("rows: there are none; give a list of {'prompt': ..., ...}")
     for i, row in enumerate(table):
         if not isinstance(row, Mapping):

@@ -203,8 +203,7 @@ class GridGame(Env):
         states = []
         illegal = 0
         for direction in moves:
-            after = self.move(self.state, direction)
-            if after is None:
+            if (after := self.move(self.state, direction)) is None:
                 illegal += 1
                 continue
             self.state = after

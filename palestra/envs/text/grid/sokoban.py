@@ -198,8 +198,7 @@ class Sokoban(GridGame):
     def moves_of(self, state: SokobanState, plan: tuple[tuple[int, int], ...]) -> list[int]:
         moves: list[int] = []
         for box, direction in plan:
-            after = rules.push(self.instance.grid, state, box, direction)
-            if after is None:
+            if (after := rules.push(self.instance.grid, state, box, direction)) is None:
                 break
             stand = self.instance.grid.neighbors[state[1][box]][OPPOSITE[direction]]
             moves += [*(walk(self.instance.grid, state[0], stand, state[1]) or ()), direction]
