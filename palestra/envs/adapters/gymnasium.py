@@ -295,18 +295,6 @@ def render_package_env(env: Any) -> RenderFrame | None:
     raise ValueError(f"{env}.render returned a {type(drawn).__name__}: return a picture (rgb_array) or a text (ansi)")
 
 
-def flat_box_size(space: Any) -> int:
-    """Returns the length of a one-dimensional Box; 0 for any other space and for None."""
-    if isinstance(space, spaces.Box) and len(space.shape) == 1:
-        return space.shape[0]
-    return 0
-
-
-def zero_action(space: spaces.Space[Any]) -> np.ndarray:
-    """Returns an action of zeros."""
-    return np.zeros(space.shape or (), space.dtype or np.int32)
-
-
 def gymnasium_space(space: Space) -> spaces.Space[Any]:
     """Returns the Gymnasium space of an action space."""
     if isinstance(space, Discrete):

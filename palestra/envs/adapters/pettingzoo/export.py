@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pettingzoo
 
-from palestra.envs.adapters.gymnasium import gymnasium_space, observation_box, with_action_mask, zero_action
+from palestra.envs.adapters.gymnasium import gymnasium_space, observation_box, with_action_mask
 from palestra.envs.vector_base import Discrete, VectorEnv, VectorStep
 
 MakeVectorEnv = Callable[[int], VectorEnv]
@@ -74,9 +74,10 @@ class _ToPettingZoo:
         return self.vector_step
 
     def _action_or_zero(self, n: int, action: Any) -> np.ndarray:
-        if action is None:
-            return zero_action(self.action_spaces[self.possible_agents[n]])
-        return np.asarray(action)
+        if action is not None:
+            return np.asarray(action)
+        space = self.action_spaces[self.possible_agents[n]]
+        return np.zeros(space.shape or (), space.dtype or np.int32)
 
     def observe(self, agent: str) -> Any:
         n = self.possible_agents.index(agent)
