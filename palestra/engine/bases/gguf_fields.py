@@ -105,7 +105,9 @@ def check_tensors(model: PreTrainedModel, reader: Any, file: str) -> None:
 def refuse(names: Iterable[str], file: str, why: str = "") -> None:
     """Raises ValueError if there are `names` of fields or tensors that would be dropped."""
     if unread := list(names):
-        shown = ", ".join(unread[:5]) + (f" and {len(unread) - 5} more" if len(unread) > 5 else "")
+        shown = ", ".join(unread[:5])
+        if len(unread) > 5:
+            shown += f" and {len(unread) - 5} more"
         why = why or f"transformers {transformers.__version__} does not read that, and the results may depend on it"
         raise ValueError(f"cannot convert {file}, which has {shown}: {why}. {REMEDY}")
 
@@ -190,7 +192,8 @@ def _set_rope(config: Any, left: Mapping[str, Any], context: int | None, factors
         full.update(new)
         done |= {f"rope.scaling.{name}" for name in SCALING} | {"rope.scale_linear"}
     if factors is not None and not np.allclose(factors, 1):
-        full.update(_llama3(config, factors) if full and not new and full is parameters else {})
+        if full and not new and full is parameters:
+            full.update(_llama3(config, factors))
         if full.get("rope_type") != "llama3":
             raise ValueError(f"{ROPE_FREQS} scales the rotary embedding in another way than Llama 3 does. {REMEDY}")
     return done

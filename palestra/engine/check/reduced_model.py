@@ -116,7 +116,7 @@ def _layers_of_each_kind(data: dict[str, Any], layers: int) -> int:
     for key, value in data.items():
         if key not in redundant and isinstance(value, int) and not isinstance(value, bool) and 0 < value < layers:
             if PERIODS.search(key):
-                needed = max(needed, value + 1 if "offset" in key else value)
+                needed = max(needed, value + ("offset" in key))
             if FIRST_LAYERS.search(key):
                 needed = max(needed, value + 1)
     return min(needed, layers)

@@ -393,7 +393,7 @@ def _flexible(text: str, *, before: bool = True, after: bool = True) -> str:
     """Returns a pattern of `text` in which white space may be left out or added, and numbers may be others."""
     parts = [_any_number(part).replace(TOOL_NAME, r"[\w.-]+") for part in text.split()]
     space = r"\s*"
-    return (space if before else "") + space.join(parts) + (space if after and parts else "")
+    return space * before + space.join(parts) + space * bool(after and parts)
 
 
 def _any_number(text: str) -> str:

@@ -225,6 +225,14 @@ class Snapshot:
         return self._gains[name]
 
 
+def row_order(adapter: Snapshot | None) -> tuple[bool, str, int]:
+    """Returns the sort key of rows by their adapter's name and id, the bare base ("", 0) last: the order of the rows of
+    a `MultiAdapterRoute`."""
+    if adapter is None:
+        return True, "", 0
+    return False, adapter.name, adapter.id
+
+
 def is_in_layer(name: str) -> bool:
     """True for a module of a decoder layer, whose name has the layer's number; false for the output head."""
     return any(part.isdigit() for part in name.split("."))

@@ -96,7 +96,8 @@ class CachedBatch(LiveBatch):
         if any(group.num_started < group.num_admitted for group in groups):
             self._start_new([group for group in groups if group.num_started < group.num_admitted])
         for group in groups:
-            group.first_logits_V = group.first_logits_V if group.num_started < group.request.n else None
+            if group.num_started == group.request.n:
+                group.first_logits_V = None
         self.cache.free_empty_pools()
 
     def _start_new(self, groups: list[SequenceGroup]) -> None:

@@ -176,6 +176,6 @@ def without(rows: Sequence[LiveSequence], others: Sequence[LiveSequence]) -> lis
 def end_token_ids(engine: Engine) -> np.ndarray:
     """Returns the tokens that end an answer, int64, sorted: those of the tokenizer, of its chat template and of the
     generation config."""
-    config = engine.model.generation_config.eos_token_id if engine.model.generation_config else None
+    config = getattr(engine.model.generation_config, "eos_token_id", None)
     ends = end_tokens(engine.tokenizer) | set(config if isinstance(config, list) else [config])
     return np.array(sorted(e for e in ends if e is not None), np.int64)

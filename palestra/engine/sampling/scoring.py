@@ -23,7 +23,7 @@ from palestra.engine.bases.model import Engine
 from palestra.engine.forward.flat_row import packs
 from palestra.engine.forward.logits import row_chunks, widen
 from palestra.engine.forward.tree_attention import Forest, TreeLayout, build_forest, concat_forests
-from palestra.engine.lora.adapters import Snapshot
+from palestra.engine.lora.adapters import Snapshot, row_order
 from palestra.engine.lora.routes import AdapterStack, MultiAdapterRoute
 from palestra.engine.sampling.request import check_prompt, check_top_logprobs
 
@@ -110,9 +110,7 @@ def _micro_batches(questions: Sequence[ScoreRequest], tokens: int) -> Iterator[l
 
 
 def _owner(question: ScoreRequest) -> tuple[bool, str, int]:
-    """Returns the sort key of a request: by adapter, the bare base last, as a `MultiAdapterRoute` orders its rows."""
-    adapter = question.adapter
-    return (adapter is None, adapter.name if adapter else "", adapter.id if adapter else 0)
+    return row_order(question.adapter)
 
 
 @torch.inference_mode()

@@ -69,7 +69,9 @@ class Job:
         if not self.weighted_only:
             return np.arange(len(datum.tokens))
         weighted = np.flatnonzero((datum.inputs["weights"].reshape(len(datum.tokens), -1) != 0).any(1))
-        return weighted if len(weighted) else np.zeros(1, np.int64)
+        if not len(weighted):
+            return np.zeros(1, np.int64)
+        return weighted
 
 
 @dataclass
@@ -200,9 +202,9 @@ def _pass(engine: Engine, parts: list[JobSlice]) -> None:
         positions = engine.tensor(flat.positions_S)
         layout = TreeLayout(flat, engine.device)
         hidden_CH = engine.hidden_states(engine.tensor(flat.ids_S), positions, layout, route, engine.tensor(keep))
-        head_of = _heads(
-            engine, route if len(keep) == len(flat.ids_S) else route.narrow(engine.tensor(keep)), hidden_CH
-        )
+        if len(keep) < len(flat.ids_S):
+            route = route.narrow(engine.tensor(keep))
+        head_of = _heads(engine, route, hidden_CH)
         judged = []
         for part, part_rows in zip(parts, rows, strict=True):
             at = [np.searchsorted(keep, row_n) for row_n in part_rows]
