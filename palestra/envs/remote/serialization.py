@@ -105,7 +105,7 @@ def write_step(into: pb.Step, step: Step) -> None:
                 write_mapping(getattr(into, part), mapping)
         for part, default in FIELD_DEFAULTS.items():
             value = getattr(step, part)
-            if value != default if type(value) is type(default) and value is not None else value is not default:
+            if type(value) is not type(default) or value != default:
                 write_value(getattr(into, part), value)
     except ValueError as error:
         raise ValueError(f"in a step's {part}: {error}") from error
