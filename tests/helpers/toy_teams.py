@@ -69,8 +69,8 @@ class Hunt(pettingzoo.ParallelEnv):
 
 
 class Tug(pettingzoo.ParallelEnv):
-    """Two sides of two pull a rope once, or let go: a side earns what it pulls more than the other. With `is_shown`
-    agents see whether they are on the right."""
+    """Two sides of two pull a rope once, or let go: a side earns what it pulls more than the other. With `is_shown`,
+    also as an option of a reset, agents see whether they are on the right."""
 
     metadata: dict[str, Any] = {"name": "tug"}
     render_mode = None
@@ -87,7 +87,8 @@ class Tug(pettingzoo.ParallelEnv):
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         self.agents = list(self.possible_agents)
-        seen = {agent: np.full(1, self.is_shown and agent.startswith("right"), np.float32) for agent in self.agents}
+        is_shown = (options or {}).get("is_shown", self.is_shown)
+        seen = {agent: np.full(1, is_shown and agent.startswith("right"), np.float32) for agent in self.agents}
         return seen, {agent: {} for agent in self.agents}
 
     def step(self, actions: dict[str, Any]) -> Any:
