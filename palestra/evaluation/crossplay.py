@@ -10,7 +10,7 @@ from pathlib import Path
 from palestra.core.config import load, override
 from palestra.evaluation.report.population_data import PopulationRecord, read_record
 from palestra.parallel.tasks import Backend, run_tasks
-from palestra.populations.build.build import PopulationConfig, build_population, players_by_side
+from palestra.populations.build.build import PopulationConfig, build_population, sides_of_run
 from palestra.populations.build.validation import validate_population
 from palestra.populations.payoffs import MemberProfile
 from palestra.populations.scheduler import MEMBERS_DIR
@@ -36,7 +36,7 @@ def play_missing_cells(
     """
     config = validate_population(override(load(find_run(path) / "config.yaml"), settings or []))
     with Run.open(path) as run:
-        record = read_record(path, players_by_side(config))
+        record = read_record(path, sides_of_run(config).owners)
         tasks = _missing_tasks(record, games)
         names = chain.from_iterable(task.members for task in tasks)
         folders = {name: path / MEMBERS_DIR / name for name in names}

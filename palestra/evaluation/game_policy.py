@@ -23,7 +23,7 @@ from palestra.envs.rules_by_env import may_have_rules
 from palestra.evaluation.final_strategies import final_mixtures
 from palestra.evaluation.report.population_data import read_record
 from palestra.evaluation.target import Target, assign_seats, find_target, load_target
-from palestra.populations.build.build import players_by_side
+from palestra.populations.build.build import sides_of_run
 from palestra.populations.build.validation import validate_population
 from palestra.populations.population import Mix, Player
 from palestra.populations.scheduler import MEMBERS_DIR
@@ -120,7 +120,8 @@ def export_game_policy(
 
 def _export_population(run: Path, member: str | None, greedy: bool) -> GamePolicy:
     config = validate_population(load(run / "config.yaml"))
-    record = read_record(run, players_by_side(config))
+    sides = sides_of_run(config)
+    record = read_record(run, sides.owners)
     game = enumerate_game(config.env)
     files = {one.name: run / MEMBERS_DIR / one.name for one in record.members if one.weights}
     if member:
@@ -134,7 +135,7 @@ def _export_population(run: Path, member: str | None, greedy: bool) -> GamePolic
     )
     try:
         policy_of = partial(loader.policy, members=files)
-        policy = ExactSolver(game, list(mixtures)).mixture_policy(mixtures, policy_of)
+        policy = ExactSolver(game, sides).mixture_policy(mixtures, policy_of)
     finally:
         loader.env.close()
     return replace(as_game_policy(config.env, game, policy), mixtures=mixtures)

@@ -1,13 +1,73 @@
-"""Members of a population, by player of the meta-game."""
+"""Members of a population, by player of the meta-game, and the sides of a game."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, Self
 
-Player = str  # player of the meta-game: a seat, or the name of the one population that plays every seat
+Player = str  # player of the meta-game: a seat, a side, or the name of the one population that plays all of them
 Mix = dict[str, float]  # members by name -> probability
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The sides of a game: seats that one member plays as a whole.
+
+    Sides(("red", "blue"), ((0, 2), (1, 3)))
+    """
+
+    owners: tuple[Player, ...]
+    """The player of each side."""
+    seats: tuple[tuple[int, ...], ...]
+    """The seats of each side, by number."""
+
+    @classmethod
+    def of(cls, names: Sequence[Player]) -> Self:
+        """Returns the sides of a game whose seats have these names: seats of one name are a side, whose player has the
+        name."""
+        seats: dict[Player, list[int]] = {}
+        for number, name in enumerate(names):
+            seats.setdefault(name, []).append(number)
+        return cls(tuple(seats), tuple(map(tuple, seats.values())))
+
+    def with_owner(self, player: Player) -> Self:
+        """Returns the same sides, all played by one population, `player`. Raises ValueError if they differ in size."""
+        if len({len(side) for side in self.seats}) > 1:
+            sizes = ", ".join(f"{owner} has {len(side)}" for owner, side in zip(self.owners, self.seats, strict=True))
+            raise ValueError(
+                f"symmetric: true has one population for all sides, which must have equally many seats ({sizes}): "
+                "name other sides in seats, or leave symmetric out"
+            )
+        return type(self)((player,) * len(self.seats), self.seats)
+
+    @property
+    def players(self) -> tuple[Player, ...]:
+        """The players, each once."""
+        return tuple(dict.fromkeys(self.owners))
+
+    @property
+    def symmetric(self) -> bool:
+        """True if one population plays all sides."""
+        return len(self.players) == 1
+
+    @property
+    def are_seats(self) -> bool:
+        """True if each side is a single seat."""
+        return all(len(side) == 1 for side in self.seats)
+
+    def side_of_seat(self) -> list[int]:
+        """Returns the side of each seat."""
+        by_seat = {seat: number for number, side in enumerate(self.seats) for seat in side}
+        return [by_seat[seat] for seat in range(len(by_seat))]
+
+    def seats_of(self, player: Player) -> list[int]:
+        """Returns the seats of all sides of a player. Raises KeyError if it has none."""
+        if player not in self.owners:
+            raise KeyError(player)
+        owned = (side for owner, side in zip(self.owners, self.seats, strict=True) if owner == player)
+        return list(chain(*owned))
 
 
 @dataclass(frozen=True)
@@ -28,7 +88,7 @@ class Member:
 
 
 class Population:
-    """Members of each player, oldest first. A symmetric game has one player, whose members play every seat."""
+    """Members of each player, oldest first. A symmetric game has one player, whose members play every side."""
 
     def __init__(self, players: tuple[Player, ...]) -> None:
         self.players = players

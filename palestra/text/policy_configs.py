@@ -47,7 +47,7 @@ class RandomConfig(StrictModel):
     """Largest number of words in an answer made from `words`; the number is uniform from 1 to `length`."""
     odds: float = Field(1.0, ge=1)
     """The largest odds between two legal actions, which then follow from the observation: who imitates such a player
-    learns to tell observations apart. 1: all are equally likely."""
+    learns to tell observations apart. 1: all are equally likely. Refused in an env that lists no legal actions."""
 
 
 class ScriptedConfig(StrictModel):

@@ -120,6 +120,10 @@ class VectorConfig(PolicyRunConfig):
     algorithm: VectorAlgorithmConfig = PPO()
     """Training algorithm: `type` is one of these, or "module:Class" for a subclass of AlgorithmConfig."""
     evals: dict[str, VectorEvalConfig] = {}
+    start_from: str | None = None
+    """Folder of a run from whose newest checkpoint all networks start (policies, critics, mixers, and the statistics
+    that normalise), for example to go on in a harder env; optimizers and replay begin anew. Its policies must have
+    these names, shapes and algorithms; a resumed run needs it, too. Null: random weights."""
     log_every: int = Field(0, ge=0)
     """Joint steps between log lines, rounded up to whole rollouts. 0: about 500 lines in the run."""
     checkpoint_every: int | None = Field(None, ge=1)

@@ -21,7 +21,7 @@ import numpy as np
 import palestra
 from palestra.core.config import load
 from palestra.populations.build.validation import validate_population
-from palestra.populations.population import Mix
+from palestra.populations.population import Mix, Sides
 from palestra.populations.tabular.best_response import nash_conv
 from palestra.populations.tabular.cfr import CFRSolver
 from palestra.populations.tabular.game_tree import GameTree, expected_returns, mixture_policy, uniform_policy
@@ -51,7 +51,7 @@ def kuhn_self_play(seed: int, runs: Path, config: Path = KUHN) -> Result:
     palestra.train(resume=path) if path.exists() else palestra.train(tree, root=runs)
     oracle = validate_population(tree).oracle
     assert isinstance(oracle, LanguageOracle)
-    worker = LanguageWorker(oracle, SEATS)
+    worker = LanguageWorker(oracle, Sides.of(SEATS))
     assert worker.action_reader is not None and worker.exact is not None
     game = worker.action_reader.tree
     members = {folder.name: folder for folder in (path / "members").iterdir()}

@@ -17,6 +17,7 @@ from helpers.vector_toys import Countdown
 import palestra as pl
 from palestra.core.failures import RunFailed
 from palestra.envs.vector_base import GamesDiffer
+from palestra.populations.population import Sides
 from palestra.populations.workers.net_oracle import play_cells
 from palestra.testing import ScriptedPolicy
 from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
@@ -185,7 +186,8 @@ def test_evaluation_of_an_endless_env_ends_with_its_name(tmp_path: Path) -> None
 def test_payoffs_of_an_endless_game_end_with_its_name() -> None:
     env = make_vector_env(gymnasium_env("endless"))
     with pytest.raises(RunFailed, match=r'env "helpers\.odd_envs:odd-endless" has not ended after 200 steps'):
-        play_cells(VectorRollout(env, np.arange(2)), {"uniform": UniformMember()}, [["uniform"]], 4, 0)
+        rollout = VectorRollout(env, np.arange(2))
+        play_cells(rollout, {"uniform": UniformMember()}, [["uniform"]], 4, 0, sides=Sides.of(env.seats))
 
 
 @pytest.mark.usefixtures("short_limit")

@@ -8,7 +8,7 @@ import numpy as np
 
 from palestra.parallel.task_json import through_json
 from palestra.populations.payoffs import PayoffCell
-from palestra.populations.population import Member, Population
+from palestra.populations.population import Member, Population, Sides
 from palestra.populations.tabular.best_response import best_response_to_joint, nash_conv
 from palestra.populations.tabular.game_tree import GameTree, build_game_tree, expected_returns, uniform_policy
 from palestra.populations.tasks import (
@@ -69,7 +69,9 @@ class ExactGame:
     """The exact oracle of a game, with its members in memory."""
 
     def __init__(self, tree, players):
-        self.exact, self.tree = ExactSolver(tree, players), tree
+        sides = Sides.of(players if len(players) > 1 else [f"seat {n}" for n in range(tree.num_players)])
+        self.exact = ExactSolver(tree, sides if len(players) > 1 else sides.with_owner(players[0]))
+        self.tree = tree
         self.policies = {"uniform": uniform_policy(tree)}
 
     def __call__(self, task):

@@ -69,11 +69,15 @@ class Hunt(pettingzoo.ParallelEnv):
 
 
 class Tug(pettingzoo.ParallelEnv):
-    """Two sides of two pull a rope once, or let go: a side earns what it pulls more than the other."""
+    """Two sides of two pull a rope once, or let go: a side earns what it pulls more than the other. With `is_shown`,
+    also as an option of a reset, agents see whether they are on the right."""
 
     metadata: dict[str, Any] = {"name": "tug"}
     render_mode = None
     possible_agents = ["left_0", "right_0", "left_1", "right_1"]
+
+    def __init__(self, is_shown: bool = False) -> None:
+        self.is_shown = is_shown
 
     def observation_space(self, agent: str) -> spaces.Space:
         return spaces.Box(0, 1, (1,))
@@ -83,7 +87,9 @@ class Tug(pettingzoo.ParallelEnv):
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         self.agents = list(self.possible_agents)
-        return {agent: np.zeros(1, np.float32) for agent in self.agents}, {agent: {} for agent in self.agents}
+        is_shown = (options or {}).get("is_shown", self.is_shown)
+        seen = {agent: np.full(1, is_shown and agent.startswith("right"), np.float32) for agent in self.agents}
+        return seen, {agent: {} for agent in self.agents}
 
     def step(self, actions: dict[str, Any]) -> Any:
         pulled = sum(int(action) if agent.startswith("left") else -int(action) for agent, action in actions.items())

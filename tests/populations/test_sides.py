@@ -12,10 +12,11 @@ from palestra.cli.main import app
 from palestra.core.config import validate
 from palestra.evaluation.final_strategies import final_mixtures
 from palestra.evaluation.report.population_data import read_record
-from palestra.populations.build.build import PopulationConfig, build_population, players_by_side
+from palestra.populations.build.build import PopulationConfig, build_population, sides_of_run
 from palestra.populations.plans.league import League, LeagueConfig
 from palestra.populations.plans.pbt import PBTConfig
-from palestra.populations.population import Member, Population
+from palestra.populations.population import Member, Population, Sides
+from palestra.populations.task_json import CROSSPLAY_FILE, read_crossplay
 from palestra.populations.tasks import PlayTask, TrainTask
 from palestra.runs import read_lines
 
@@ -61,7 +62,7 @@ NEWEST = {"league": "main_0-2", "pbt": "learner_1-2"}
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_sides_train_against_each_other(tmp_path: Path, plan: dict[str, Any]) -> None:
     config = validate(PopulationConfig, TREE | {"population": plan})
-    assert players_by_side(config) == ("left", "right")
+    assert sides_of_run(config) == Sides(("left", "right"), ((0, 2), (1, 3)))
     run = pl.train(config, root=tmp_path)
     crossed = CliRunner().invoke(app, ["league", "crossplay", str(run.path), "--games", "50"])
     assert crossed.exit_code == 0, crossed.output
@@ -70,6 +71,20 @@ def test_sides_train_against_each_other(tmp_path: Path, plan: dict[str, Any]) ->
     for side in ("left", "right"):
         newest = NEWEST.get(plan["type"])
         assert (f"{side}_{newest}" if newest else f"{side}-2") in shown.output
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_one_population_plays_both_sides(tmp_path: Path, plan: dict[str, Any]) -> None:
+    """Each member's games are of whole sides, and a member against itself earns nothing."""
+    config = validate(PopulationConfig, TREE | {"symmetric": True, "population": plan})
+    assert sides_of_run(config) == Sides(("agent", "agent"), ((0, 2), (1, 3)))
+    run = pl.train(config, root=tmp_path)
+    record = read_record(run.path, ("agent", "agent"))
+    assert {member.player for member in record.members} == {"", "agent"}
+    crossed = CliRunner().invoke(app, ["league", "crossplay", str(run.path), "--games", "50"])
+    assert crossed.exit_code == 0, crossed.output
+    cells = [cell for _, cell in read_crossplay(run.path / CROSSPLAY_FILE)]
+    assert cells and all(sum(cell.mean) == pytest.approx(0) for cell in cells)
 
 
 def test_learners_of_a_league_of_sides_meet_the_other_side_only(tmp_path: Path) -> None:
@@ -158,7 +173,11 @@ def test_hunters_and_prey_of_different_shape(tmp_path: Path) -> None:
             'seats names "middle_\\*", but env "pettingzoo" plays left_0, right_0, left_1',
         ),
         ({"seats": {"*": "all"}}, "seats gives all seats to all, which has no opponent then"),
-        ({"symmetric": True}, "symmetric: true has one population for every seat, without sides"),
+        ({"symmetric": True, "seats": {"left_*": "left"}}, r"equally many seats \(left has 2, right_0 has 1, right_1"),
+        (
+            {"symmetric": True, "oracle": TREE["oracle"] | {"policy": {"seat_one_hot": True}}},
+            "leave seat_one_hot out",
+        ),
         ({"population": {"type": "league"}, "seats": {"left_*": "left"}}, "or two sides.* has players left, right_0"),
         ({"population": PLANS["pbt"] | {"self_play": 0.5}}, "self_play: 0.5 has no effect between sides"),
         ({"population": PSRO | {"nash_conv_every": 1}}, "seats gives one several: set population.nash_conv_every: 0"),

@@ -306,9 +306,7 @@ def gymnasium_space(space: Space) -> spaces.Space[Any]:
 
 def seat_spaces(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
     """Returns the spaces of the seats: the parts of a Tuple space, or the space itself as one."""
-    if isinstance(space, spaces.Tuple):
-        return list(space.spaces)
-    return [space]
+    return list(space.spaces) if isinstance(space, spaces.Tuple) else [space]
 
 
 class GymnasiumGame:
@@ -323,8 +321,9 @@ class GymnasiumGame:
     it, or that of a first step (which is not tried if actions are masked).
     """
 
-    def __init__(self, make: Callable[[], gymnasium.Env]) -> None:
+    def __init__(self, make: Callable[[], gymnasium.Env], reset_options: dict[str, Any] | None = None) -> None:
         self.env = make()
+        self.reset_arguments: dict[str, Any] = {"options": reset_options} if reset_options else {}
         self.is_multi_agent = several = isinstance(self.env.action_space, spaces.Tuple)
         self.action_decoders = [action_decoder(part, "a seat") for part in seat_spaces(self.env.action_space)]
         count = len(self.action_decoders)
@@ -342,7 +341,7 @@ class GymnasiumGame:
                 f"observation(s) for {count} seats: wrap the env so that one agent acts in one space, such as "
                 "MultiDiscrete, or that each of several sees its part of a Tuple"
             )
-        _, info = read_result(self.env.reset(seed=0), 2, f"{self.env}.reset")
+        _, info = read_result(self.env.reset(seed=0, **self.reset_arguments), 2, f"{self.env}.reset")
         has_masked_obs = any(self.has_dict_obs)
         kinds = tuple(choice.space for choice in self.action_decoders)
         is_masked = has_masked_obs or "action_mask" in info
@@ -364,7 +363,7 @@ class GymnasiumGame:
 
     def reset(self, seed: int) -> SingleStep:
         self.seats_done, self.seats_terminated = np.zeros((2, len(self.action_decoders)), bool)
-        seen, info = read_result(self.env.reset(seed=seed), 2, "reset")
+        seen, info = read_result(self.env.reset(seed=seed, **self.reset_arguments), 2, "reset")
         return self._build_step(seen, info, self.seats_done)
 
     def step(self, actions: np.ndarray) -> SingleStep:
@@ -481,7 +480,8 @@ def games_of(make: Callable[[], gymnasium.Env], num_envs: int, label: str) -> Pa
 
 class GymnasiumEnv(PackageVectorEnv):
     """The Gymnasium env `id` ("module:id" of the module that registers it, or "module:Class"), made with `options`, in
-    `wrappers`: Gymnasium's by name or "module:Class", from the inside outwards, with their options."""
+    `wrappers`: Gymnasium's by name or "module:Class", from the inside outwards, with their options. Every reset gets
+    `reset_options`."""
 
     name: ClassVar[str] = "gymnasium"
 
@@ -491,8 +491,9 @@ class GymnasiumEnv(PackageVectorEnv):
         *,
         id: str = "CartPole-v1",
         options: dict[str, Any] | None = None,
+        reset_options: dict[str, Any] | None = None,
         wrappers: list[dict[str, Any]] | None = None,
         num_processes: int = 0,
     ) -> None:
         make = partial(make_gymnasium_env, id, options, wrappers)
-        super().__init__(partial(GymnasiumGame, make), num_envs, num_processes, id)
+        super().__init__(partial(GymnasiumGame, make, reset_options), num_envs, num_processes, id)

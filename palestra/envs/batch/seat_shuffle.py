@@ -1,8 +1,8 @@
-"""Vector env with seats permuted at random in every game, for populations whose members play every seat."""
+"""Vector env with sides permuted at random in every game, for populations whose members play every side."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -17,28 +17,33 @@ LAST_ARRAYS = {"final_obs", "rewards", "success", "seat_terminated"}  # of the g
 
 
 class SeatShuffledEnv(VectorEnv):
-    """The same env, with a random permutation of the seats in each game: seat n plays the env's seat `env_seats[b, n]`
-    (int64 [B, N]), each permutation equally likely. A learner at one seat thus learns all seats. The global state is
-    not permuted.
+    """The same env, with a random permutation of its `sides` in each game: seat n plays the env's seat `env_seats[b,
+    n]` (int64 [B, N]), each permutation equally likely. A learner at one side thus learns all of them. A side is one
+    seat (default), or several, whose order is kept. The global state is not permuted.
 
-    Raises ValueError if seats differ in observation shape or action space.
+    Raises ValueError if the sides differ in size, observation shapes or action spaces.
     """
 
     name: ClassVar[str] = "rotated"
 
-    def __init__(self, env: VectorEnv) -> None:
-        if len(set(env.observation_shapes)) > 1 or len(set(env.action_spaces)) > 1:
+    def __init__(self, env: VectorEnv, sides: Sequence[Sequence[int]] = ()) -> None:
+        sides = sides or [[seat] for seat in range(len(env.seats))]
+        kinds = {tuple((env.observation_shapes[seat], env.action_spaces[seat]) for seat in side) for side in sides}
+        if len(kinds) > 1:
             raise ValueError(
-                f'seats of env "{env.name}" differ in observation shape or action space, so they cannot be permuted: '
+                f'sides of env "{env.name}" differ in observation shape or action space, so they cannot be permuted: '
                 "give each a population of its own"
             )
         self.env = env
+        self.sides = np.array(sides)
+        self.place_of_seat = np.argsort(self.sides.ravel())  # in the sides one after the other
         self.num_envs = env.num_envs
         self.adopt_spaces(env)
         self.scripted_policies = env.scripted_policies
-        self.observation_entities = env.observation_entities
+        if len(set(env.observation_entities)) == 1:  # else their columns would be those of another seat
+            self.observation_entities = env.observation_entities
         self.rng = np.zeros((env.num_envs, RNG_WORDS), np.uint64)
-        self.env_seats = np.tile(np.arange(len(env.seats)), (env.num_envs, 1))
+        self.env_sides = np.tile(np.arange(len(sides)), (env.num_envs, 1))
 
     @property
     def label(self) -> str:
@@ -46,18 +51,27 @@ class SeatShuffledEnv(VectorEnv):
 
     def reset(self, seeds: np.ndarray) -> VectorStep:
         self.rng[:] = seed_streams(np.asarray(seeds) ^ PERMUTATION_SEED_XOR)
-        self.env_seats[:] = np.arange(len(self.seats))
-        self.previous_env_seats = self.env_seats.copy()
-        _shuffle(self.rng, self.env_seats, np.ones(self.num_envs, bool))
+        self.env_sides[:] = np.arange(len(self.sides))
+        self.previous_env_sides = self.env_sides.copy()
+        _shuffle(self.rng, self.env_sides, np.ones(self.num_envs, bool))
         return self._by_seat(self.env.reset(seeds))
 
     def step(self, actions: np.ndarray) -> VectorStep:
         placed = np.empty_like(actions)
         placed[self._rows, self.env_seats] = actions
         vector_step = self.env.step(placed)
-        self.previous_env_seats = self.env_seats.copy()
-        _shuffle(self.rng, self.env_seats, vector_step.done)
+        self.previous_env_sides = self.env_sides.copy()
+        _shuffle(self.rng, self.env_sides, vector_step.done)
         return self._by_seat(vector_step)
+
+    @property
+    def env_seats(self) -> np.ndarray:
+        """The env's seat that each seat plays, int64 [B, N]."""
+        return self._seats_of(self.env_sides)
+
+    def _seats_of(self, env_sides: np.ndarray) -> np.ndarray:
+        seats: np.ndarray = self.sides[env_sides].reshape(self.num_envs, -1)[:, self.place_of_seat]
+        return seats
 
     @property
     def _rows(self) -> np.ndarray:
@@ -67,7 +81,8 @@ class SeatShuffledEnv(VectorEnv):
         """Returns the frame by seat: rewards and final observations by the permutation of the game that they belong
         to."""
         arrays = vector_step.arrays()
-        for names, seats in ((NEXT_ARRAYS, self.env_seats), (LAST_ARRAYS, self.previous_env_seats)):
+        before = self._seats_of(self.previous_env_sides)
+        for names, seats in ((NEXT_ARRAYS, self.env_seats), (LAST_ARRAYS, before)):
             for name in names & arrays.keys():
                 if arrays[name].ndim > 1:  # else one success for all seats
                     arrays[name] = arrays[name][self._rows, seats]
@@ -85,12 +100,13 @@ class SeatShuffledEnv(VectorEnv):
         inner = self.env.save()
         if inner is None:
             return None
-        own = {"rotated/rng": self.rng, "rotated/places": self.env_seats, "rotated/before": self.previous_env_seats}
+        own = {"rotated/rng": self.rng, "rotated/places": self.env_sides, "rotated/before": self.previous_env_sides}
         return inner | {name: array.copy() for name, array in own.items()}
 
     def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:
-        self.rng[:], self.env_seats[:] = saved["rotated/rng"], saved["rotated/places"]
-        self.previous_env_seats = saved["rotated/before"].copy()
+        self.rng[:] = saved["rotated/rng"]
+        self.env_sides[:] = saved["rotated/places"]
+        self.previous_env_sides = saved["rotated/before"].copy()
         return self._by_seat(self.env.load(saved))
 
     def close(self) -> None:

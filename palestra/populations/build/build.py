@@ -29,7 +29,7 @@ from palestra.populations.plans.psro import PSRO
 from palestra.populations.plans.psro_config import PSROConfig
 from palestra.populations.plans.self_play import SelfPlay, SelfPlayConfig
 from palestra.populations.plans.xdo import XDO, XDOConfig
-from palestra.populations.population import Member, Player, Population
+from palestra.populations.population import Member, Player, Population, Sides
 from palestra.populations.scheduler import PlanCallback, run_plan
 from palestra.populations.workers.exact import ExactWorker
 from palestra.populations.workers.member_loader import UNIFORM_MEMBER, no_rules_message, rules_of_env, tree_of_env
@@ -39,7 +39,7 @@ from palestra.runs.config import RunConfig
 from palestra.runs.seats import check_matches, find_assigned
 from palestra.vector.build.envs import check_memory, seed_notes
 
-SHARED_PLAYER = "agent"  # name of the population that plays every seat
+SHARED_PLAYER = "agent"  # name of the population that plays every side
 
 AnyPlan = PSRO | XDO | SelfPlay | League | PBT
 PlanConfig = Annotated[PSROConfig | XDOConfig | SelfPlayConfig | LeagueConfig | PBTConfig, Field(discriminator="type")]
@@ -58,8 +58,8 @@ class PopulationConfig(RunConfig):
 
     name: RunName = "population"
     symmetric: bool = False
-    """One population plays every seat; else each seat has its own. Leagues and population-based training are symmetric
-    unless `seats` names sides."""
+    """One population plays every seat, or every side that `seats` names; else each has its own. Leagues and
+    population-based training are symmetric unless `seats` names sides."""
     seats: dict[Seat, Player] = {}
     """Maps seats to players, with the wildcards `*` and `?`: `{"adversary_*": hunters, "agent_*": prey}`. The seats of
     a player are a side, which a member plays as a whole. A seat that no key matches is a player of its own name."""
@@ -90,12 +90,11 @@ class PopulationConfig(RunConfig):
         """True if the members are language agents."""
         return False
 
-    def worker_factory(self, players: tuple[Player, ...]) -> WorkerFactory:
-        """Returns the factory of the workers that run the plan's tasks; `players` names the player at each seat, or the
-        one population that plays every seat."""
+    def worker_factory(self, sides: Sides) -> WorkerFactory:
+        """Returns the factory of the workers that run the plan's tasks."""
         if isinstance(self.oracle, ExactOracle):
-            return partial(ExactWorker, self.env, players)
-        return partial(NetWorker, self.oracle, players, self.seed)
+            return partial(ExactWorker, self.env, sides)
+        return partial(NetWorker, self.oracle, sides, self.seed)
 
 
 @dataclass
@@ -139,18 +138,16 @@ def build_population(config: PopulationConfig) -> PopulationSetup:
     """Returns the parts that `config` describes, for `run_population`. Raises ValueError if they do not fit
     together."""
     seats, rules, notes = _game(config.env)
-    by_seat = _players(config, seats)
-    sides = _sides(by_seat)
-    _check_sides(config, len(sides) < len(seats))
+    sides = _sides(config, seats)
+    _check_sides(config, sides)
     _check(config, rules)
     if isinstance(config.oracle, NetOracle):
         check_memory(config.env, [config.oracle.policy], config.oracle.algorithm)
-    players = tuple(dict.fromkeys(sides))
-    population = Population(players)
+    population = Population(sides.players)
     population.add(Member(UNIFORM_MEMBER, ""))
     return PopulationSetup(
-        plan=_plan(config, population, sides),
-        make_worker=config.worker_factory(by_seat if len(players) > 1 else players),
+        plan=_plan(config, population, sides.owners),
+        make_worker=config.worker_factory(sides),
         open_backend=partial(open_backend, config.backend),
         at_once=config.backend.num_at_once,
         as_completed=config.backend.as_completed,
@@ -158,44 +155,44 @@ def build_population(config: PopulationConfig) -> PopulationSetup:
     )
 
 
-def players_by_side(config: PopulationConfig) -> tuple[Player, ...]:
-    """Returns the player at each side of the config's game: a seat, or those of one player. One population may play
-    every seat."""
-    return _sides(_players(config, _game(config.env)[0]))
+def sides_of_run(config: PopulationConfig) -> Sides:
+    """Returns the sides of the config's game and their players."""
+    return _sides(config, _game(config.env)[0])
 
 
-def _sides(by_seat: tuple[Player, ...]) -> tuple[Player, ...]:
-    return by_seat if set(by_seat) == {SHARED_PLAYER} else tuple(dict.fromkeys(by_seat))
-
-
-def _players(config: PopulationConfig, seats: tuple[Seat, ...]) -> tuple[Player, ...]:
-    """Returns the player at each seat. Raises ValueError for a key of `seats` that matches none, for a single player,
-    and if one population plays all seats although they have sides."""
-    one = config.symmetric or (isinstance(config.population, LeagueConfig | PBTConfig) and not config.seats)
-    if one and config.seats:
-        raise ValueError(
-            "symmetric: true has one population for every seat, without sides: leave seats or symmetric out"
-        )
+def _sides(config: PopulationConfig, seats: tuple[Seat, ...]) -> Sides:
+    """Returns the sides and their players. Raises ValueError for a key of `seats` that matches none, for a single side,
+    and if one population plays sides of different sizes."""
     for key in config.seats:
         check_matches(key, seats, "seats", f'env "{config.env.get("type")}" plays {", ".join(seats)}')
-    by_seat = tuple(SHARED_PLAYER if one else find_assigned(seat, config.seats) or seat for seat in seats)
-    if config.seats and len(set(by_seat)) == 1:
+    sides = Sides.of([find_assigned(seat, config.seats) or seat for seat in seats])
+    if config.seats and len(sides.seats) == 1:
         raise ValueError(
-            f"seats gives all seats to {by_seat[0]}, which has no opponent then: name several players, or let one "
-            "population play every side of its own by symmetric: true"
+            f"seats gives all seats to {sides.owners[0]}, which has no opponent then: name several sides, which one "
+            "population may play all (symmetric: true)"
         )
-    return by_seat
+    if config.symmetric or (isinstance(config.population, LeagueConfig | PBTConfig) and not config.seats):
+        return sides.with_owner(SHARED_PLAYER)
+    return sides
 
 
-def _check_sides(config: PopulationConfig, has_teams: bool) -> None:
-    """Raises ValueError for exact results in a game with sides of several seats."""
+def _check_sides(config: PopulationConfig, sides: Sides) -> None:
+    """Raises ValueError for exact results in a game with sides of several seats, and for a network that would know its
+    seat at one side alone."""
+    if sides.are_seats:
+        return
+    if sides.symmetric and isinstance(config.oracle, NetOracle) and config.oracle.policy.seat_one_hot:
+        raise ValueError(
+            "seat_one_hot tells all seats of the game apart, and with symmetric: true a member plays those of either "
+            "side: leave seat_one_hot out"
+        )
     exact = isinstance(config.oracle, ExactOracle) or config.oracle.payoffs == "exact"
-    if has_teams and (exact or isinstance(config.population, XDOConfig)):
+    if exact or isinstance(config.population, XDOConfig):
         raise ValueError(
             "exact results are of players with one seat, and seats gives one several: use an oracle that trains "
             "(net or language) with payoffs: simulated, in psro or self_play"
         )
-    if has_teams and not isinstance(config.population, PBTConfig) and config.population.nash_conv_every > 0:
+    if not isinstance(config.population, PBTConfig) and config.population.nash_conv_every > 0:
         raise ValueError(
             "NashConv is of players with one seat, and seats gives one several: set population.nash_conv_every: 0"
         )

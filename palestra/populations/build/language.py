@@ -9,7 +9,7 @@ from pydantic import Field
 
 from palestra.parallel.tasks import WorkerFactory
 from palestra.populations.build.build import ExactOracle, PopulationConfig
-from palestra.populations.population import Player
+from palestra.populations.population import Sides
 from palestra.populations.workers.lm_oracle import LanguageOracle, LanguageWorker
 from palestra.populations.workers.net_oracle import NetOracle
 
@@ -26,7 +26,7 @@ class LanguagePopulationConfig(PopulationConfig):
     def trains_language_agents(self) -> bool:
         return isinstance(self.oracle, LanguageOracle)
 
-    def worker_factory(self, players: tuple[Player, ...]) -> WorkerFactory:
+    def worker_factory(self, sides: Sides) -> WorkerFactory:
         if isinstance(self.oracle, LanguageOracle):
-            return partial(LanguageWorker, self.oracle, players, self.seed)
-        return super().worker_factory(players)
+            return partial(LanguageWorker, self.oracle, sides, self.seed)
+        return super().worker_factory(sides)

@@ -15,7 +15,7 @@ import numpy as np
 
 from palestra.parallel.tasks import Result, Task
 from palestra.populations.payoffs import MemberProfile, PayoffCell
-from palestra.populations.population import Mix, Player
+from palestra.populations.population import Mix, Player, Sides
 from palestra.populations.tabular.best_response import best_response, best_response_to_joint, nash_conv
 from palestra.populations.tabular.cfr import CFRSolver
 from palestra.populations.tabular.game_tree import (
@@ -47,15 +47,14 @@ class ExactWorker:
     """Worker with exact results, for vectorised games with rules.
 
     `train` computes the best response to a mixture, `play` expected returns between members, `assess` NashConv, `solve`
-    the solution of a restricted game. `env` is the config of the game; `players` are its seats, or the one
-    population that plays every seat. Raises ValueError for a game without rules.
+    the solution of a restricted game. `env` is the config of the game. Raises ValueError for a game without rules.
     """
 
-    def __init__(self, env: Mapping[str, Any], players: Sequence[Player]) -> None:
+    def __init__(self, env: Mapping[str, Any], sides: Sides) -> None:
         tree = tree_of_env(env)
         if tree is None:
             raise ValueError(f"{no_rules_message(env)}, so exact responses cannot be computed: train networks")
-        self.exact = ExactSolver(tree, players)
+        self.exact = ExactSolver(tree, sides)
         self.loader = MemberLoader(make_vector_env(dict(env), 1), tree)
 
     def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
@@ -71,12 +70,18 @@ def exact_train_result(policy: np.ndarray, value: float) -> TrainResult:
 class ExactSolver:
     """Exact results for a population's tasks in one game.
 
-    If one population plays several seats, results are averaged over its members' rotations through the seats.
+    If one population plays several seats, results are averaged over its members' rotations through the seats. Raises
+    ValueError if there is not one player for each seat.
     """
 
-    def __init__(self, tree: GameTree, players: Sequence[Player]) -> None:
+    def __init__(self, tree: GameTree, sides: Sides) -> None:
+        if len(sides.seats) != tree.num_players:
+            raise ValueError(
+                f"{len(sides.seats)} populations cannot share {tree.num_players} seats: make one for each, or one for "
+                "all"
+            )
         self.tree = tree
-        self.seats = seats_by_player(players, tree.num_players)
+        self.sides = sides
 
     def run_task(self, task: Task, policy_of: PolicyLookup, out: Path | None) -> Result:
         """Runs a task, given the members' policies (`policy_of`). Raises ValueError if the kind of task is unknown."""
@@ -99,9 +104,10 @@ class ExactSolver:
 
     def respond(self, task: TrainTask, policy_of: PolicyLookup) -> tuple[np.ndarray, float]:
         """Returns the best response [I, A] to a task's opponents, and its value, averaged over the player's seats."""
-        answers = [self._at(seat, task, policy_of) for seat in self.seats[task.player]]
+        seats = self.sides.seats_of(task.player)
+        answers = [self._at(seat, task, policy_of) for seat in seats]
         policy = uniform_policy(self.tree)
-        for seat, (answer, _) in zip(self.seats[task.player], answers, strict=True):
+        for seat, (answer, _) in zip(seats, answers, strict=True):
             policy[self.tree.player_rows(seat)] = answer[self.tree.player_rows(seat)]
         return policy, float(np.mean([value for _, value in answers]))
 
@@ -122,7 +128,7 @@ class ExactSolver:
         names = list(dict.fromkeys(chain.from_iterable(strategies.values())))
         weights = np.zeros((self.tree.num_players, len(names)))
         for player, mix in strategies.items():
-            weights[self.seats[player]] = [mix.get(name, 0.0) for name in names]
+            weights[self.sides.seats_of(player)] = [mix.get(name, 0.0) for name in names]
         policy = mixture_policy(self.tree, [policy_of(name) for name in names], weights)
         without = weights.sum(1)[self.tree.state_player] == 0
         policy[without] = uniform_policy(self.tree)[without]
@@ -138,7 +144,7 @@ class ExactSolver:
         """
         allowed = np.zeros_like(self.tree.action_mask)
         for player, names in task.responses.items():
-            for seat in self.seats[player]:
+            for seat in self.sides.seats_of(player):
                 states = self.tree.player_rows(seat)
                 for name in names:
                     rows = policy_of(name)[states]
@@ -162,7 +168,7 @@ class ExactSolver:
         ahead = returns == returns.max(1, keepdims=True)
         alone = ahead.sum(1) == 1
         outcomes = np.column_stack([returns, ahead & alone[:, None], ~alone])  # [T, 2n + 1]
-        turns = range(n) if len(self.seats) == 1 else [0]
+        turns = range(n) if self.sides.symmetric else [0]
         facts = np.zeros(2 * n + 1)
         for turn in turns:
             strategies = self._strategies(np.roll(members, turn).tolist(), known)
@@ -187,24 +193,3 @@ class ExactSolver:
         gap = nash_conv(self.tree, policy)
         values = tuple(expected_returns(self.tree, policy).tolist())
         return AssessResult(nash_conv=gap, exploitability=gap / self.tree.num_players, values=values)
-
-
-def seats_by_player(players: Sequence[Player], seats: int) -> dict[Player, list[int]]:
-    """Returns the seats of each player of the meta-game. `players` names the player at each seat, or the only one.
-
-    Raises ValueError for any other number of players.
-    """
-    if len(players) not in (1, seats):
-        raise ValueError(f"{len(players)} populations cannot share {seats} seats: make one for each, or one for all")
-    owned: dict[Player, list[int]] = {}
-    for seat in range(seats):
-        owned.setdefault(players[seat % len(players)], []).append(seat)
-    return owned
-
-
-def sides_of(players: Sequence[Player], seats: int) -> list[list[int]]:
-    """Returns the seats of each side of the meta-game, which a member plays as a whole: those of each player, or each
-    seat by itself if one population plays them all. The arguments are those of `seats_by_player`."""
-    if len(players) == 1:
-        return [[seat] for seat in range(seats)]
-    return list(seats_by_player(players, seats).values())

@@ -20,7 +20,6 @@ from pydantic import Field
 
 from palestra.core.config import StrictModel, validate
 from palestra.core.failures import RunFailed
-from palestra.core.mappings import key_by_value
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Episode, Seat
 from palestra.engine.lora.adapters import Adapter
@@ -28,10 +27,10 @@ from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.envs.remote.remote_env import make_env
 from palestra.envs.text.board_games import TextGame
 from palestra.parallel.tasks import Result, Task
-from palestra.populations.population import Mix, Player
+from palestra.populations.population import Mix, Player, Sides
 from palestra.populations.tasks import PlayResult, PlayTask, TrainResult, TrainTask
 from palestra.populations.workers.action_reader import LMActionReader
-from palestra.populations.workers.exact import ExactSolver, seats_by_player, sides_of
+from palestra.populations.workers.exact import ExactSolver
 from palestra.populations.workers.game_results import (
     check_cells,
     mean_return,
@@ -100,22 +99,22 @@ class LanguageOracle(StrictModel):
 class LanguageWorker:
     """Worker that trains and plays LoRA agents.
 
-    `players` names the player at each seat, or the one population that plays every seat. All randomness follows from
-    `seed` and the task's name. Raises ValueError if payoffs are to be exact and the env has no rules.
+    All randomness follows from `seed` and the task's name. Raises ValueError if payoffs are to be exact and the env has
+    no rules.
     """
 
-    def __init__(self, config: LanguageOracle, players: Sequence[Player], seed: int = 0) -> None:
+    def __init__(self, config: LanguageOracle, sides: Sides, seed: int = 0) -> None:
         self.config = config
         self.seed = seed
         self.episode_runner = make_episode_runner(config.env, "population")
         env = make_env(**config.env)
         self.env_seats: tuple[Seat, ...] = env.seats
-        self.seats = seats_by_player(players, len(env.seats))
-        self.sides = sides_of(players, len(env.seats))
+        self.sides = sides
         self.engines = Engines(config.device, config.max_num_seqs, kv_cache_gib=config.kv_cache_gib)
         self.action_reader = LMActionReader(env) if isinstance(env, TextGame) and env.is_tabular else None
-        has_teams = len(self.sides) < len(env.seats)
-        self.exact = ExactSolver(self.action_reader.tree, players) if self.action_reader and not has_teams else None
+        self.exact: ExactSolver | None = None
+        if self.action_reader and sides.are_seats:
+            self.exact = ExactSolver(self.action_reader.tree, sides)
         if config.payoffs == "exact" and self.exact is None:
             raise ValueError(
                 f'env "{config.env.get("type")}" has no rules, which payoffs: exact needs: set payoffs: simulated'
@@ -208,11 +207,11 @@ class LanguageWorker:
         return self._frozen[name]
 
     async def _play(self, task: PlayTask, members: Mapping[str, Path]) -> PlayResult:
-        """Plays all cells of a payoff table at once; members of a single population rotate over the seats."""
-        check_cells(task.cells, len(self.sides))
+        """Plays all cells of a payoff table at once; members of a single population rotate over the sides."""
+        check_cells(task.cells, len(self.sides.seats))
         count = task.games_per_cell
-        turns = len(self.env_seats) if len(self.seats) == 1 else 1
-        side_of = key_by_value(dict(enumerate(self.sides)))
+        turns = len(self.sides.seats) if self.sides.symmetric else 1
+        side_of = self.sides.side_of_seat()
         self.engines.clear_caches()
         specs: list[EpisodeSpec] = []
         for number, names in enumerate(task.cells):
@@ -229,7 +228,7 @@ class LanguageWorker:
         results = []
         for number, names in enumerate(task.cells):
             own = episodes[number * count : (number + 1) * count]
-            won = returns_by_side(np.array([branch_returns(episode)[0] for episode in own]), self.sides)
+            won = returns_by_side(np.array([branch_returns(episode)[0] for episode in own]), self.sides.seats)
             sides = (np.arange(len(names)) - np.arange(count)[:, None] % turns) % len(names)
             results.append(payoff_cell(won[np.arange(count)[:, None], sides]))
         return PlayResult(tuple(results))
@@ -238,8 +237,8 @@ class LanguageWorker:
 class LMSeatAssigner:
     """Assigns policies to seats for the games of a `train` task, and records their results.
 
-    The learner plays its player's side; that of a single population, one seat, rotates over all. The other members are
-    drawn once per game.
+    The learner plays its player's side; that of a single population rotates over all sides. The other members are drawn
+    once per game.
     """
 
     def __init__(
@@ -249,8 +248,8 @@ class LMSeatAssigner:
         self.task = task
         self.members = members
         self.learner = learner
-        self.players = key_by_value(worker.seats)
-        self.own_sides = [side for side in worker.sides if self.players[side[0]] == task.player]
+        self.sides = worker.sides
+        self.own_sides = [side for side, owner in enumerate(self.sides.owners) if owner == task.player]
         self.numbers: dict[str, int] = {}
         self.games: list[tuple[float, list[float], list[int]]] = []
         self.env_steps = 0
@@ -263,22 +262,21 @@ class LMSeatAssigner:
         names = self._draw_opponents(rng, mine) if alone else {}
         seats: dict[Seat, Policy] = {}
         for seat, label in enumerate(self.worker.env_seats):
-            if seat in mine:
+            if seat in self.sides.seats[mine]:
                 seats[label] = self.learner.policy()
             else:
                 seats[label] = self.worker._member(names[seat], self.members) if alone else self._itself()
         return EpisodeSpec(seed, seats, seed)
 
-    def _draw_opponents(self, rng: random.Random, mine: Sequence[int]) -> dict[int, str]:
-        """Returns the name of the member at each seat of the other sides."""
-        others = [side for side in self.worker.sides if side != mine]
+    def _draw_opponents(self, rng: random.Random, mine: int) -> dict[int, str]:
+        """Returns the name of the member at each seat of the sides that are not side `mine`."""
         names: dict[int, str] = {}
         lineup: Mapping[Player, str] = {}
         if joint := self.task.opponents.joint:
             lineup = rng.choices(joint, [one.probability for one in joint])[0].members
-        for side in others:
-            player = self.players[side[0]]
-            names |= dict.fromkeys(side, lineup.get(player) or _one(rng, self.task.opponents.mixes[player]))
+        for number, (player, side) in enumerate(zip(self.sides.owners, self.sides.seats, strict=True)):
+            if number != mine:
+                names |= dict.fromkeys(side, lineup.get(player) or _one(rng, self.task.opponents.mixes[player]))
         return names
 
     def _itself(self) -> LanguagePolicy:
@@ -289,7 +287,7 @@ class LMSeatAssigner:
 
     def record(self, episodes: Sequence[Episode]) -> None:
         """Records the returns of the learner and of the members of the other sides."""
-        sides = self.worker.sides
+        sides = self.sides.seats
         for episode in episodes:
             by_seat = [member_name(episode.seats[label]) for label in self.worker.env_seats]
             names = [by_seat[side[0]] for side in sides]

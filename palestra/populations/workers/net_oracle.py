@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,17 +19,16 @@ from palestra.core.accel.malloc import keep_freed_memory
 from palestra.core.config import StrictModel, validate
 from palestra.core.failures import RunFailed
 from palestra.core.files import read_arrays, write_arrays
-from palestra.core.mappings import key_by_value
 from palestra.core.seeding import derive_seed
 from palestra.core.tracing import span
 from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.batch.seat_shuffle import SeatShuffledEnv
 from palestra.parallel.tasks import Result, Task
 from palestra.populations.payoffs import PayoffCell
-from palestra.populations.population import Mix, Player
+from palestra.populations.population import Mix, Player, Sides
 from palestra.populations.tabular.game_tree import GameTree
 from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainResult, TrainTask
-from palestra.populations.workers.exact import ExactSolver, seats_by_player, sides_of
+from palestra.populations.workers.exact import ExactSolver
 from palestra.populations.workers.game_results import (
     check_cells,
     mean_return,
@@ -142,30 +141,26 @@ def play_cells(
     games: int,
     seed: int,
     *,
-    sides: Sequence[Sequence[int]] = (),
-    rotate_seats: bool = False,
+    sides: Sides,
 ) -> list[PayoffCell]:
     """Plays `games` games of each cell and returns its statistics.
 
-    A cell holds keys of `members`, one for each of the `sides`, which list their seats (default: each seat is a side).
-    With `rotate_seats` they rotate over all sides, so that each member plays every side as equally often as `games`
-    allows. All games that start for a cell are played to their end and counted. Raises RunFailed if a game does not
-    end.
+    A cell holds keys of `members`, one for each of the `sides`. If one population plays all sides they rotate, so that
+    each member plays every side as equally often as `games` allows. All games that start for a cell are played to their
+    end and counted. Raises RunFailed if a game does not end.
     """
     N = len(rollout.env.seats)
-    sides = sides or [[seat] for seat in range(N)]
-    P = len(sides)
-    side_of = key_by_value(dict(enumerate(sides)))
+    P = len(sides.seats)
     numbers = {name: number for number, name in enumerate(members)}
-    rotations = P if rotate_seats else 1
+    rotations = P if sides.symmetric else 1
     turned = list(product(cells, range(rotations)))
     lineups = np.array([list(map(numbers.__getitem__, (*names[r:], *names[:r]))) for names, r in turned])
     times = np.array([games // rotations + (r < games % rotations) for _, r in turned])
-    schedule = LineupSchedule(lineups[:, [side_of[seat] for seat in range(N)]], times)
+    schedule = LineupSchedule(lineups[:, sides.side_of_seat()], times)
     mixture = Mixture(rollout.env, range(N), members, schedule, "cells")
     rollout.restart(derive_seed(seed, "games") % 2**62 + np.arange(rollout.env.num_envs))
     tags, by_seat = _play_games(rollout, mixture, int(times.sum()), seed)
-    returns = returns_by_side(by_seat, sides)
+    returns = returns_by_side(by_seat, sides.seats)
     by_place = returns[np.arange(len(tags))[:, None], (np.arange(P) - (tags % rotations)[:, None]) % P]
     owners = tags // rotations
     return [payoff_cell(by_place[owners == number]) for number in range(len(cells))]
@@ -218,29 +213,24 @@ class NetWorker:
     """Worker that trains and plays networks.
 
     `train` trains a response to a mixture, `play` plays payoff cells; in games with rules, `assess` measures NashConv
-    and `solve` solves a restricted game. `players` names the player at each seat, or the one population that plays
-    every seat. All randomness follows from `seed` and the task's name.
+    and `solve` solves a restricted game. All randomness follows from `seed` and the task's name.
     """
 
-    def __init__(self, config: NetOracle, players: Sequence[Player], seed: int = 0) -> None:
+    def __init__(self, config: NetOracle, sides: Sides, seed: int = 0) -> None:
         keep_freed_memory()
         torch.set_num_threads(1)
         self.config = config
         self.seed = seed
         env = make_vector_env(config.env)
-        self.seats = seats_by_player(players, len(env.seats))
-        self.sides = sides_of(players, len(env.seats))
-        self.symmetric = len(players) < len(env.seats)
-        tree = self._tree() if len(self.sides) == len(env.seats) else None
-        self.exact = ExactSolver(tree, players) if tree else None
+        self.sides = sides
+        tree = self._tree() if sides.are_seats else None
+        self.exact = ExactSolver(tree, sides) if tree else None
         self.loader = MemberLoader(env, tree, greedy=config.greedy, tables=config.tabulate)
         start = np.arange(env.num_envs)
         self.payoff_rollout = VectorRollout(env, start)
-        self.training_rollout = (
-            VectorRollout(SeatShuffledEnv(make_vector_env(config.env)), start)
-            if self.symmetric
-            else self.payoff_rollout
-        )
+        self.training_rollout = self.payoff_rollout
+        if sides.symmetric:
+            self.training_rollout = VectorRollout(SeatShuffledEnv(make_vector_env(config.env), sides.seats), start)
 
     def _tree(self) -> GameTree | None:
         try:
@@ -268,7 +258,7 @@ class NetWorker:
     def _train(self, task: TrainTask, members: Mapping[str, Path], out: Path) -> TrainResult:
         name = task.output_member
         config = apply_settings(self.config, task.settings)
-        learner = self._learner(config, name, self._side(task.player))
+        learner = self._learner(config, name, self.sides.seats[self._side(task.player)])
         if task.start:
             NetLearner.load_arrays(learner, read_arrays(members[task.start] / TRAINING_FILE))
         mixture, stats = self._mixture(task, members, learner)
@@ -307,42 +297,38 @@ class NetWorker:
             )
         return learner
 
-    def _side(self, player: Player) -> list[int]:
-        """Returns the seats at which a member of `player` learns."""
-        return next(side for side in self.sides if self._player(side[0]) == player)
+    def _side(self, player: Player) -> int:
+        """Returns the number of the side at which a member of `player` learns."""
+        return self.sides.owners.index(player)
 
     def _mixture(
         self, task: TrainTask, members: Mapping[str, Path], learner: NetLearner
     ) -> tuple[Mixture, OpponentStats]:
         """Returns the mixture that plays the other sides, and the statistics of its games."""
         own = self._side(task.player)
-        others = [side for side in self.sides if side != own]
+        others = [number for number in range(len(self.sides.seats)) if number != own]
         table = self._table(members)
-        sampler = opponent_sampler(task.opponents, table, [self._player(side[0]) for side in others])
+        sampler = opponent_sampler(task.opponents, table, [self.sides.owners[number] for number in others])
         if task.self_play:
             current = table.add(SELF_PLAY_NAME, SELF_PLAY_NAME, self._itself(learner))
             sampler = SelfPlaySampler(sampler, task.self_play, current)
-        side_of = key_by_value(dict(enumerate(others)))
-        sampler = SideSampler(sampler, list(side_of.values()))
-        mixture = Mixture(self.training_rollout.env, list(side_of), table.members, sampler)
-        return mixture, OpponentStats(own, others, table.names)
+        seats = [self.sides.seats[number] for number in others]
+        columns = [column for column, side in enumerate(seats) for _ in side]
+        mixture = Mixture(self.training_rollout.env, list(chain(*seats)), table.members, SideSampler(sampler, columns))
+        return mixture, OpponentStats(self.sides.seats[own], seats, table.names)
 
     def _table(self, members: Mapping[str, Path]) -> MemberRegistry:
-        return MemberRegistry(lambda player, name: self.loader.member(name, members, self.seats[player]))
-
-    def _player(self, seat: int) -> Player:
-        """Returns the player of the meta-game that plays a seat."""
-        return next(player for player, seats in self.seats.items() if seat in seats)
+        return MemberRegistry(lambda player, name: self.loader.member(name, members, self.sides.seats_of(player)))
 
     def _itself(self, learner: NetLearner) -> NetMember:
         """Returns the learner's network with its current weights as an opponent, greedy if it has action values.
 
-        Raises ValueError unless one population plays every seat.
+        Raises ValueError unless one population plays every side.
         """
-        if not self.symmetric:
+        if not self.sides.symmetric:
             raise ValueError(
-                f"self_play: a learner of one seat cannot play another of env {self.config.env.get('type')}; only a "
-                "population that plays every seat can"
+                f"self_play: a learner of one side cannot play another of env {self.config.env.get('type')}; only a "
+                "population that plays every side can (symmetric: true)"
             )
         stack = learner.stacks[0]
         return NetMember(
@@ -354,18 +340,9 @@ class NetWorker:
     def _play(self, task: PlayTask, members: Mapping[str, Path]) -> PlayResult:
         table = self._table(members)
         seed = derive_seed(self.seed, task.name)
-        check_cells(task.cells, len(self.sides))
-        owners = [self._player(side[0]) for side in self.sides]
-        keys = [list(map(table.key, owners, cell)) for cell in task.cells]
-        cells = play_cells(
-            self.payoff_rollout,
-            table.members,
-            keys,
-            task.games_per_cell,
-            seed,
-            sides=self.sides,
-            rotate_seats=self.symmetric,
-        )
+        check_cells(task.cells, len(self.sides.seats))
+        keys = [list(map(table.key, self.sides.owners, cell)) for cell in task.cells]
+        cells = play_cells(self.payoff_rollout, table.members, keys, task.games_per_cell, seed, sides=self.sides)
         return PlayResult(tuple(cells))
 
 

@@ -38,7 +38,7 @@ class RandomPolicy(ScriptedPolicy):
     """Random over the legal actions if the env lists them, otherwise 1 to `length` random words of `vocabulary`.
 
     With `odds` above 1 the legal actions have unequal probabilities, which follow from `seed` and what the policy sees:
-    two of them differ by a factor of at most `odds`.
+    two of them differ by a factor of at most `odds`. Raises ValueError then in an env that lists none.
     """
 
     def __init__(
@@ -54,6 +54,8 @@ class RandomPolicy(ScriptedPolicy):
             if words := query.legal_actions:
                 chosen = rng.choice(words) if odds == 1 else rng.choices(words, self.weights(query, len(words)))[0]
                 return str(chosen)
+            if odds != 1:
+                raise ValueError("odds weighs legal actions, and this env lists none: leave odds out")
             return " ".join(rng.choices(list(vocabulary), k=rng.randint(1, length)))
 
         super().__init__(script, name)

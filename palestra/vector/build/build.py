@@ -107,6 +107,8 @@ def build_process(config: VectorConfig, ranks: ProcessGroup) -> VectorTrainer:
     env, share = make_own_envs(config, ranks.world_size)
     device = network_device(config.device)
     learner, others = build_players(config, env, ranks, device)
+    if config.start_from:
+        start_networks(learner, config.start_from)
     sweep = config.algorithm.rollout_length * share
     log_every = max(1, math.ceil((config.log_every or config.env_steps / DEFAULT_LOG_LINES) / sweep))
 
@@ -136,6 +138,22 @@ def build_process(config: VectorConfig, ranks: ProcessGroup) -> VectorTrainer:
     )
     trainer.rollout.restart(trainer.env_seeds("first"))
     return trainer
+
+
+def start_networks(learner: NetLearner | JointLearner, run: str) -> None:
+    """Gives the learner the networks of the newest checkpoint of `run`. Raises ValueError if there is
+    none, or if they are others."""
+    checkpoints = list_checkpoints(run)
+    if not checkpoints:
+        raise ValueError(f"start_from: {run} has no checkpoint: name the folder of a run that trained networks")
+    try:
+        learner.start_from(checkpoints[-1].verify().path / "training-0")
+    except (FileNotFoundError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"start_from: {run} trained other networks, and policies, their shapes and the algorithm must be the same: "
+            f"{reason}"
+        ) from error
 
 
 def _rollout(env: VectorEnv, device: torch.device) -> VectorRollout:

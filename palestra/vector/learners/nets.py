@@ -252,12 +252,20 @@ class NetLearner(ABC):
             found |= {f"{name}/{key}": value for key, value in optimizer.arrays().items()}
         return found
 
+    def start_from(self, folder: Path) -> None:
+        """Loads the weights and statistics of a learner whose state `write_state` wrote to `folder`. Raises
+        FileNotFoundError or RuntimeError if its networks are others."""
+        self._load_modules(read_arrays(folder / "learner.safetensors"))
+
+    def _load_modules(self, arrays: Mapping[str, np.ndarray]) -> None:
+        for name, module in self.modules().items():
+            module.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in strip_prefix(arrays, name).items()})
+
     def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Restores the training state that `state_arrays` returned."""
         for stack, version in zip(self.stacks, arrays["versions"], strict=True):
             stack.version = int(version)
-        for name, module in self.modules().items():
-            module.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in strip_prefix(arrays, name).items()})
+        self._load_modules(arrays)
         for name, optimizer in self.optimizers().items():
             optimizer.load(strip_prefix(arrays, name))
 

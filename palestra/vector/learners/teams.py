@@ -94,6 +94,10 @@ class JointLearner:
         for name, learner in zip(self.folders, self.learners, strict=True):
             learner.write_state(folder / name)
 
+    def start_from(self, folder: Path) -> None:
+        for name, learner in zip(self.folders, self.learners, strict=True):
+            learner.start_from(folder / name)
+
     def read_state(self, folder: Path) -> None:
         for name, learner in zip(self.folders, self.learners, strict=True):
             learner.read_state(folder / name)

@@ -28,6 +28,7 @@ from palestra.core.config import dump, validate
 from palestra.core.files import read_lines
 from palestra.populations.build.build import PopulationConfig, build_population, run_population
 from palestra.populations.plans.solvers import Nash
+from palestra.populations.population import Sides
 from palestra.populations.scheduler import PlanCallback
 from palestra.populations.tabular.best_response import best_response
 from palestra.populations.tabular.game_tree import GameTree, expected_returns
@@ -119,7 +120,7 @@ def responses(stages: Sequence[int] = (0, 10, 40), seeds: int = 1) -> Table:
     for steps in (400_000, 1_200_000):
         for algorithm in (DQN, PPO):
             tree = {"env": ENV, "policy": POLICY, "algorithm": algorithm, "env_steps": steps, "best": True}
-            worker = NetWorker(NetOracle.model_validate(tree), SEATS)
+            worker = NetWorker(NetOracle.model_validate(tree), Sides.of(SEATS))
             assert worker.loader.tree is not None
             for stage, policy in stages_of(worker.loader.tree, stages).items():
                 found = [response(worker, policy, seat, seed) for seat in (0, 1) for seed in range(seeds)]

@@ -25,6 +25,7 @@ from palestra.parallel.inline import InlineBackend
 from palestra.parallel.local import LocalBackend
 from palestra.parallel.ray.workers import RayBackend
 from palestra.parallel.tasks import Backend, Result, Task, WorkerFactory
+from palestra.populations.population import Sides
 from palestra.populations.scheduler import run_plan
 from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainTask
 from palestra.populations.workers.net_oracle import NetOracle, NetWorker
@@ -103,7 +104,7 @@ def fsync(times: int = 50) -> float:
 def leduc(games: int = 512) -> WorkerFactory:
     """A factory of workers for Leduc poker."""
     oracle = NetOracle(env={"type": "leduc_poker", "num_envs": games}, env_steps=games * 32)
-    return partial(NetWorker, oracle, SEATS)
+    return partial(NetWorker, oracle, Sides.of(SEATS))
 
 
 def some_members(folder: Path, each: int = 3) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from palestra.core.config import validate
 from palestra.envs.adapters.gymnasium import GymnasiumEnv
 from palestra.envs.adapters.pettingzoo.games import PettingZooEnv
 from palestra.envs.vector_check import check_vector_env, random_actions
+from palestra.vector.build.envs import make_vector_env
 from palestra.vector.config import VectorConfig
 
 SPREAD = "mpe2.simple_spread_v3:parallel_env"
@@ -103,3 +104,15 @@ def test_a_run_trains_in_a_wrapped_env(tmp_path: Path) -> None:
     }
     run = pl.train(validate(VectorConfig, config), root=tmp_path)
     assert run.metrics["steps_per_episode"].dropna().tolist() == [6.0] * 4
+
+
+def test_every_reset_gets_the_options() -> None:
+    env = make_vector_env({"type": "gymnasium", "num_envs": 4, "reset_options": {"low": 0.03, "high": 0.04}})
+    step = env.reset(np.arange(4))
+    assert ((step.obs >= 0.03) & (step.obs <= 0.04)).all()
+    while not step.done.any():
+        step = env.step(np.zeros((4, 1), np.int32))
+    assert ((step.obs[step.done] >= 0.03) & (step.obs[step.done] <= 0.04)).all()
+    tug = {"type": "pettingzoo", "env": "helpers.toy_teams:Tug", "num_envs": 2}
+    assert make_vector_env(tug).reset(np.arange(2)).obs.max() == 0
+    assert make_vector_env(tug | {"reset_options": {"is_shown": True}}).reset(np.arange(2)).obs.max() == 1

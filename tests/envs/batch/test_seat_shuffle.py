@@ -10,6 +10,7 @@ from palestra.envs.batch.seat_shuffle import SeatShuffledEnv
 from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.envs.vector.leduc import LeducPoker
 from palestra.envs.vector.mpe import SimpleAdversary
+from palestra.envs.vector_base import Entities
 from palestra.vector.policies.base import UniformVectorPolicy
 from palestra.vector.rollouts.rollout import VectorRollout
 
@@ -42,6 +43,24 @@ def test_seat_gets_observations_and_rewards_of_its_position() -> None:
         over = plain.done
         np.testing.assert_array_equal(seen.final_obs[over], plain.final_obs[rows, places][over])
         np.testing.assert_array_equal(rotated.env_seats[~over], places[~over])
+
+
+def test_sides_are_permuted_as_a_whole() -> None:
+    """Each seat keeps its place within its side."""
+    env = SeatShuffledEnv(PettingZooEnv(40, env="helpers.toy_teams:Tug"), [[0, 2], [1, 3]])
+    env.reset(np.arange(40))
+    assert set(map(tuple, env.env_seats)) == {(0, 1, 2, 3), (1, 0, 3, 2)}
+    pulls = np.tile(np.array([1, 0, 1, 0], np.int32), (40, 1))  # of the side that has seats 0 and 2
+    np.testing.assert_array_equal(env.step(pulls).rewards, np.tile([2.0, -2.0, 2.0, -2.0], (40, 1)))
+    check_env(lambda games: SeatShuffledEnv(PettingZooEnv(games, env="helpers.toy_teams:Tug"), [[2, 0], [3, 1]]))
+
+
+def test_entities_that_seats_see_in_other_columns_are_unknown() -> None:
+    env = KuhnPoker(2)
+    env.observation_entities = ((Entities.in_a_row(0, 1, 2),), (Entities.in_a_row(2, 1, 2),))
+    assert SeatShuffledEnv(env).observation_entities == ()
+    env.observation_entities = env.observation_entities[:1] * 2
+    assert SeatShuffledEnv(env).observation_entities == env.observation_entities
 
 
 def test_seat_terminates_as_its_position() -> None:

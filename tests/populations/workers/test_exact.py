@@ -8,6 +8,7 @@ from helpers.toy_tasks import LookTask
 
 from palestra.populations.normal_form.equilibria import nash
 from palestra.populations.payoffs import PayoffCell
+from palestra.populations.population import Sides
 from palestra.populations.tasks import (
     AssessResult,
     AssessTask,
@@ -18,14 +19,14 @@ from palestra.populations.tasks import (
     TrainResult,
     TrainTask,
 )
-from palestra.populations.workers.exact import ExactWorker, seats_by_player
+from palestra.populations.workers.exact import ExactWorker
 
 SEATS = ("player_0", "player_1")
 UNIFORM = {"uniform": 1.0}
 
 
-def kuhn(players: tuple[str, ...] = SEATS) -> ExactWorker:
-    return ExactWorker({"type": "kuhn_poker", "players": max(2, len(players))}, players)
+def kuhn(sides: Sides = Sides.of(SEATS)) -> ExactWorker:
+    return ExactWorker({"type": "kuhn_poker", "players": len(sides.seats)}, sides)
 
 
 def assess(given: ExactWorker, members: dict[str, Path], **strategies: dict[str, float]) -> float:
@@ -51,7 +52,7 @@ def play(given: ExactWorker, cells: list[tuple[str, str]], games: int, members: 
 
 def test_cell_without_a_member_for_each_seat_is_refused() -> None:
     with pytest.raises(ValueError, match="uniform, uniform names 2 members, and the game has 3 seats"):
-        play(kuhn(("agent", "b", "c")), [("uniform", "uniform")], 1, {})
+        play(kuhn(Sides.of(("a", "b", "c"))), [("uniform", "uniform")], 1, {})
 
 
 def test_exact_values_of_uniform_kuhn_poker() -> None:
@@ -96,7 +97,7 @@ def test_double_oracle_tasks_approach_the_equilibrium(tmp_path: Path) -> None:
 
 def test_one_population_plays_every_seat(tmp_path: Path) -> None:
     """Against itself a policy earns 0; the best response to uniform play earns (1/2 + 5/12) / 2."""
-    given = kuhn(("all",))
+    given = kuhn(Sides.of(SEATS).with_owner("all"))
     assert train(given, "all", Opponents({"all": UNIFORM}), tmp_path / "a") == pytest.approx(11 / 24)
     cells = [("a", "uniform"), ("a", "a"), ("uniform", "a")]
     first, second, third = play(given, cells, 4, {"a": tmp_path / "a"})
@@ -108,7 +109,7 @@ def test_one_population_plays_every_seat(tmp_path: Path) -> None:
 
 def test_exact_response_to_correlated_play(tmp_path: Path) -> None:
     """Equal opponents in both line-ups: the response to a joint draw of one policy equals that to the policy itself."""
-    given = kuhn(("a", "b", "c"))
+    given = kuhn(Sides.of(("a", "b", "c")))
     one = Opponents({"b": UNIFORM, "c": UNIFORM})
     both = Opponents(joint=(Lineup({"b": "uniform", "c": "uniform"}, 0.5),) * 2)
     assert train(given, "a", one, tmp_path / "t") == pytest.approx(train(given, "a", both, tmp_path / "t"))
@@ -116,7 +117,6 @@ def test_exact_response_to_correlated_play(tmp_path: Path) -> None:
 
 def test_games_without_exact_values_are_refused() -> None:
     with pytest.raises(ValueError, match='env "pong" has no rules here'):
-        ExactWorker({"type": "pong"}, SEATS)
+        ExactWorker({"type": "pong"}, Sides.of(SEATS))
     with pytest.raises(ValueError, match="there are train, play, assess and solve"):
         kuhn().run_task(LookTask("t"), {}, None)
-    assert seats_by_player(("all",), 3) == {"all": [0, 1, 2]}

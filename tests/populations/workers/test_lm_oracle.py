@@ -10,6 +10,7 @@ import torch
 
 from palestra.core.config import validate
 from palestra.populations.payoffs import PayoffCell
+from palestra.populations.population import Sides
 from palestra.populations.tasks import (
     AssessResult,
     AssessTask,
@@ -36,8 +37,8 @@ TREE: dict[str, Any] = {
 SEATS = ("player_0", "player_1")
 
 
-def worker(players: tuple[str, ...] = SEATS, **changes: Any) -> LanguageWorker:
-    return LanguageWorker(validate(LanguageOracle, TREE | changes), players, seed=3)
+def worker(sides: Sides = Sides.of(SEATS), **changes: Any) -> LanguageWorker:
+    return LanguageWorker(validate(LanguageOracle, TREE | changes), sides, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,9 @@ def response(taught_worker: LanguageWorker, tmp_path_factory: pytest.TempPathFac
 
 def test_a_side_of_two_seats_is_played_by_one_adapter(tmp_path: Path) -> None:
     """In Kuhn poker of three, two seats against one."""
-    pairs = worker(("solo", "pair", "pair"), env={"type": "text_kuhn", "players": 3}, steps=1, imitation_steps=0)
+    pairs = worker(
+        Sides.of(("solo", "pair", "pair")), env={"type": "text_kuhn", "players": 3}, steps=1, imitation_steps=0
+    )
     opponents = Opponents({"solo": {"uniform": 1.0}})
     result = train(pairs, "both", tmp_path, player="pair", opponents=opponents)
     assert list(result.opponents) == ["uniform"] and result.mean_return is not None
@@ -176,7 +179,7 @@ def test_imitation_has_its_own_learning_rate(tmp_path: Path, check_score: Any) -
 def test_one_population_plays_every_seat(response: Any, tmp_path: Path) -> None:
     """A learner starts from a member, and plays members and itself, at both seats in turn."""
     out, _ = response
-    everyone = worker(("agent",))
+    everyone = worker(Sides.of(SEATS).with_owner("agent"))
     order = {"player": "agent", "opponents": Opponents({"agent": {"bold": 1.0}}), "self_play": 0.5, "train_steps": 5}
     stats = train(everyone, "agent-1", tmp_path, {"bold": out}, start="bold", **order)
     games = {name: met.games for name, met in stats.opponents.items()}
@@ -197,7 +200,9 @@ def test_imitation_ignores_the_warm_up() -> None:
 
 
 def test_joint_lineups_are_sampled_together(tmp_path: Path) -> None:
-    trio = worker(("player_0", "player_1", "player_2"), env={"type": "text_kuhn", "players": 3}, imitation_steps=0)
+    trio = worker(
+        Sides.of(("player_0", "player_1", "player_2")), env={"type": "text_kuhn", "players": 3}, imitation_steps=0
+    )
     opponents = Opponents(joint=(Lineup({"player_1": "uniform", "player_2": "uniform"}, 1.0),))
     stats = train(trio, "x", tmp_path, player="player_0", opponents=opponents, train_steps=1)
     assert stats.opponents["uniform"].games == 2 * 16 * 4

@@ -12,6 +12,7 @@ import pytest
 
 from palestra.core.files import read_arrays
 from palestra.populations.payoffs import PayoffCell
+from palestra.populations.population import Sides
 from palestra.populations.tabular.best_response import nash_conv
 from palestra.populations.tasks import (
     AssessResult,
@@ -35,6 +36,7 @@ from palestra.vector.policies.mixture import IndependentSampler, SideSampler
 
 KUHN = {"type": "kuhn_poker", "num_envs": 64}
 SEATS = ("player_0", "player_1")
+SIDES = Sides.of(SEATS)
 FAST = PPO(rollout_length=16, gamma=1.0, epochs=2, minibatches=2)
 SMALL = NetPolicyConfig(hidden=[32], lr=3e-3)
 
@@ -44,8 +46,8 @@ def oracle(**changes: Any) -> NetOracle:
 
 
 @cache
-def worker(players: tuple[str, ...] = SEATS, **changes: Any) -> NetWorker:
-    return NetWorker(oracle(**changes), players, seed=1)
+def worker(**changes: Any) -> NetWorker:
+    return NetWorker(oracle(**changes), SIDES, seed=1)
 
 
 def train(
@@ -87,7 +89,7 @@ def test_every_algorithm_learns_to_beat_uniform_play(
     algorithm: Any, env_steps: int, tmp_path: Path, check_score: Any
 ) -> None:
     """The best response to uniform play earns 1/2 as first player of Kuhn poker, uniform play 1/8."""
-    given = NetWorker(oracle(algorithm=algorithm, env_steps=env_steps), SEATS, seed=2)
+    given = NetWorker(oracle(algorithm=algorithm, env_steps=env_steps), SIDES, seed=2)
     result = train(given, tmp_path)
     value = assess(given, "it", "uniform", {"it": tmp_path}).values[0]
     check_score(value)
@@ -107,14 +109,14 @@ def test_responses_are_reproducible_from_task_name_and_seed(tmp_path: Path) -> N
     first = weights(worker(), "a")
     train(worker(), tmp_path / "between", name="other")
     assert (weights(worker(), "b") == first).all()
-    assert (weights(NetWorker(oracle(), SEATS, seed=1), "c") == first).all()
-    assert (weights(NetWorker(oracle(), SEATS, seed=2), "d") != first).any()
+    assert (weights(NetWorker(oracle(), SIDES, seed=1), "c") == first).all()
+    assert (weights(NetWorker(oracle(), SIDES, seed=2), "d") != first).any()
     assert (weights(worker(), "e", "other") != first).any()
 
 
 @pytest.mark.parametrize("algorithm", [FAST, DQN(rollout_length=16, gradient_steps=8, learning_starts=0)])
 def test_response_starts_from_another_member(algorithm: Any, tmp_path: Path) -> None:
-    given = NetWorker(oracle(algorithm=algorithm), SEATS, seed=1)
+    given = NetWorker(oracle(algorithm=algorithm), SIDES, seed=1)
     train(given, tmp_path / "first")
     still = {"lr": 1e-12}
     train(given, tmp_path / "next", {"first": tmp_path / "first"}, "next", start="first", settings=still)
@@ -140,7 +142,7 @@ def test_opponents_are_sampled_by_the_mixture(tmp_path: Path) -> None:
 
 
 def test_shared_learner_trains_at_every_seat(tmp_path: Path, check_score: Any) -> None:
-    given = NetWorker(oracle(env_steps=12_000), ("all",), seed=3)
+    given = NetWorker(oracle(env_steps=12_000), SIDES.with_owner("all"), seed=3)
     result = train(given, tmp_path, player="all", opponents=Opponents({"all": {"uniform": 1.0}}), self_play=0.25)
     games = {name: met.games for name, met in result.opponents.items()}
     assert games["self"] / sum(games.values()) == pytest.approx(0.25, abs=0.1)
@@ -149,7 +151,9 @@ def test_shared_learner_trains_at_every_seat(tmp_path: Path, check_score: Any) -
 
 
 def test_correlated_opponents_are_sampled_jointly(tmp_path: Path) -> None:
-    three = NetWorker(oracle(env={"type": "kuhn_poker", "num_envs": 64, "players": 3}), ("a", "b", "c"), seed=1)
+    three = NetWorker(
+        oracle(env={"type": "kuhn_poker", "num_envs": 64, "players": 3}), Sides.of(("a", "b", "c")), seed=1
+    )
     for number, name in enumerate(("pass", "bet")):
         write_table(tmp_path / name, np.tile(np.eye(2)[number], (48, 1)))
     members = {name: tmp_path / name for name in ("pass", "bet")}
@@ -160,7 +164,7 @@ def test_correlated_opponents_are_sampled_jointly(tmp_path: Path) -> None:
 
 
 TUG = {"type": "pettingzoo", "env": "helpers.toy_teams:Tug", "num_envs": 32}
-SIDES = ("left", "right", "left", "right")  # of its seats
+TEAMS = Sides.of(("left", "right", "left", "right"))
 PULL = A2C(rollout_length=1, gamma=1.0)
 
 
@@ -170,7 +174,7 @@ PULL = A2C(rollout_length=1, gamma=1.0)
     ids=lambda it: it.type,
 )
 def test_member_plays_all_seats_of_its_side(tmp_path: Path, algorithm: Any) -> None:
-    given = NetWorker(oracle(env=TUG, algorithm=algorithm, env_steps=4096), SIDES, seed=1)
+    given = NetWorker(oracle(env=TUG, algorithm=algorithm, env_steps=4096), TEAMS, seed=1)
     result = train(given, tmp_path / "it", player="left", opponents=Opponents({"right": {"uniform": 1.0}}))
     assert set(result.opponents) == {"uniform"} and result.opponents["uniform"].games > 100
     pulled, equal = play(given, "play", [("it", "uniform"), ("uniform", "uniform")], 400, {"it": tmp_path / "it"})
@@ -179,7 +183,7 @@ def test_member_plays_all_seats_of_its_side(tmp_path: Path, algorithm: Any) -> N
 
 
 def test_both_sides_learn_and_play_their_members(tmp_path: Path) -> None:
-    given = NetWorker(oracle(env=TUG, algorithm=PULL, env_steps=4096), SIDES, seed=1)
+    given = NetWorker(oracle(env=TUG, algorithm=PULL, env_steps=4096), TEAMS, seed=1)
     names = {"left": "one", "right": "two"}
     for player, other in (("left", "right"), ("right", "left")):
         opponents = Opponents({other: {"uniform": 1.0}})
@@ -191,6 +195,23 @@ def test_both_sides_learn_and_play_their_members(tmp_path: Path) -> None:
         play(given, "play", [("one", "two", "one", "two")], 2, members)
 
 
+def test_one_population_learns_and_plays_both_sides(tmp_path: Path) -> None:
+    """A member that pulls earns 1 a game at either side against uniform play; one that learned left alone would not
+    know the observations of right."""
+    given = NetWorker(
+        oracle(env=TUG | {"options": {"is_shown": True}}, algorithm=PULL, env_steps=8192),
+        TEAMS.with_owner("all"),
+        seed=1,
+    )
+    opponents = Opponents({"all": {"uniform": 1.0}})
+    result = train(given, tmp_path / "it", player="all", opponents=opponents, self_play=0.25)
+    games = {name: met.games for name, met in result.opponents.items()}
+    assert games["self"] / sum(games.values()) == pytest.approx(0.25, abs=0.1)
+    left, right = play(given, "play", [("it", "uniform"), ("uniform", "it")], 400, {"it": tmp_path / "it"})
+    assert left.games == right.games == 400
+    assert min(left.mean[0], right.mean[1]) > 0.5
+
+
 def test_sides_draw_one_member_for_all_their_seats() -> None:
     sampler = SideSampler(IndependentSampler([{0: 0.5, 1: 0.5}, {2: 0.5, 3: 0.5}]), [0, 1, 0, 1, 1])
     _, drawn = sampler.sample_members(np.random.default_rng(0), 500)
@@ -199,7 +220,7 @@ def test_sides_draw_one_member_for_all_their_seats() -> None:
 
 
 def test_algorithm_whose_seats_act_together_is_refused_for_sides() -> None:
-    given = NetWorker(oracle(env=TUG, algorithm=MAT(rollout_length=1)), SIDES, seed=1)
+    given = NetWorker(oracle(env=TUG, algorithm=MAT(rollout_length=1)), TEAMS, seed=1)
     with pytest.raises(ValueError, match="mat plays its seats together, and members play one by one"):
         train(given, Path("unused"), player="left", opponents=Opponents({"right": {"uniform": 1.0}}))
 
@@ -208,7 +229,7 @@ def test_algorithm_whose_seats_act_together_is_refused_for_sides() -> None:
 def test_payoff_cells_are_unbiased_by_game_length(tabulate: bool, tmp_path: Path) -> None:
     """Against a player that always bets, games in which the other passes are shorter: all games must have equal
     weight."""
-    given = NetWorker(oracle(tabulate=tabulate), SEATS, seed=1)
+    given = NetWorker(oracle(tabulate=tabulate), SIDES, seed=1)
     train(given, tmp_path / "a")
     members = {"a": tmp_path / "a"}
     exact = assess(worker(), "a", "uniform", members).values
@@ -254,12 +275,12 @@ def test_divergence_is_reported_with_task_and_step(tmp_path: Path) -> None:
 
 
 def test_incompatible_tasks_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="only a population that plays every seat can"):
+    with pytest.raises(ValueError, match="only a population that plays every side can"):
         train(worker(), tmp_path, self_play=0.5)
     with pytest.raises(ValueError, match='does not bring the files of member "who"'):
         train(worker(), tmp_path, opponents=Opponents({"player_1": {"who": 1.0}}))
-    matrix = NetWorker(oracle(env={"type": "matrix"}), SEATS)
+    matrix = NetWorker(oracle(env={"type": "matrix"}), SIDES)
     with pytest.raises(ValueError, match=r"task assess/it \(assess\) needs the rules of env"):
         assess(matrix, "uniform", "uniform", {})
     with pytest.raises(ValueError, match="3 populations cannot share 2 seats"):
-        NetWorker(oracle(), ("a", "b", "c"))
+        NetWorker(oracle(), Sides.of(("a", "b", "c")))

@@ -38,6 +38,12 @@ def test_odds_follow_from_the_observation_alone():
     assert shares(RandomPolicy(odds=30, seed=1)) != shares(RandomPolicy(odds=30))
 
 
+def test_odds_are_refused_where_the_env_lists_no_actions():
+    query = Query("sum", "1 + 1?", n=1, seed=0)
+    with pytest.raises(ValueError, match="this env lists none: leave odds out"):
+        asyncio.run(RandomPolicy(odds=30).act(query))
+
+
 @pytest.mark.parametrize("odds", [1.0, 20.0])
 def test_the_table_of_a_random_policy_is_how_it_plays(odds: float):
     policy = make_policy("random", validate(RandomConfig, {"type": "random", "odds": odds}), None)  # type: ignore[arg-type]

@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.vector_toys import Counted
 
 from palestra.core.config import dump, validate
+from palestra.core.files import read_arrays
 from palestra.runs import Run, list_checkpoints
 from palestra.runs.loop import restore_checkpoint, run_training
 from palestra.vector.build.build import build_vector_run
@@ -37,6 +39,41 @@ def test_every_env_is_closed(tmp_path: Path, num_processes: int) -> None:
     before = Counted.not_closed
     trained(tmp_path, num_processes=num_processes)
     assert Counted.not_closed == before
+
+
+def arrays_of(path: Path) -> dict[str, np.ndarray]:
+    (file,) = (list_checkpoints(path)[-1].path / "training-0").rglob("learner.safetensors")
+    return read_arrays(file)
+
+
+@pytest.mark.parametrize("algorithm", [TREE["algorithm"], {"type": "qmix", "learning_starts": 1, "rollout_length": 4}])
+def test_a_run_starts_from_the_networks_of_another(tmp_path: Path, algorithm: dict[str, Any]) -> None:
+    """Policies, critics, mixers and statistics; Adam and replay begin anew. The rate moves no policy."""
+    env = {"type": "simple_spread", "num_envs": 4, "agents": 2}
+    changes = {"env": env, "algorithm": algorithm, "evals": {}, "env_steps": 64}
+    policy = {"type": "net", "hidden": [4], "normalize_observations": True}
+    first = trained(tmp_path, **changes, policies={"agent": policy}, seed=1)
+    still = {"agent": policy | {"lr": 1e-12}}
+    second = trained(tmp_path, **changes, policies=still, seed=2, start_from=str(first))
+    alone = trained(tmp_path, **changes, policies=still, seed=2)
+    start, after, other = map(arrays_of, (first, second, alone))
+    weights = [name for name in start if name.startswith(("net.", "critic.", "mixer/")) and "norm" not in name]
+    assert len(weights) > 4
+    for name in weights:
+        np.testing.assert_allclose(after[name], start[name], atol=1e-5)
+    assert any(not np.allclose(other[name], start[name], atol=1e-2) for name in weights)
+    assert after["norm.0/count"] == 2 * start["norm.0/count"]
+    assert after["adam.0/0.step"] == start["adam.0/0.step"]
+
+
+def test_networks_of_another_kind_cannot_be_the_start(tmp_path: Path) -> None:
+    first = trained(tmp_path, env_steps=32)
+    with pytest.raises(ValueError, match=r"trained other networks.*size mismatch"):
+        trained(tmp_path, policies={"agent": {"type": "net", "hidden": [8]}}, start_from=str(first))
+    with pytest.raises(ValueError, match=r"trained other networks.*Missing key"):
+        trained(tmp_path, policies={"agent": {"type": "net", "hidden": [4, 4]}}, start_from=str(first))
+    with pytest.raises(ValueError, match="has no checkpoint: name the folder of a run that trained networks"):
+        trained(tmp_path, start_from=str(tmp_path))
 
 
 @pytest.mark.parametrize(("checkpoint_every", "keep_every"), [(32, 64), (40, 80), (64, 96), (999, 100)])

@@ -216,12 +216,14 @@ class ParallelGame(_PettingZooGame):
     The game is over when the last agent has ended, and truncated if any agent was. Raises ValueError if an agent that
     has ended acts again or has terminated and is paid, and for agents that are not in `possible_agents`."""
 
-    def __init__(self, env: Any, state: bool = False) -> None:
-        super().__init__(env, read_result(env.reset(seed=0), 2, f"{env}.reset")[1], state)
+    def __init__(self, env: Any, state: bool = False, reset_options: dict[str, Any] | None = None) -> None:
+        self.reset_arguments: dict[str, Any] = {"options": reset_options} if reset_options else {}
+        infos = read_result(env.reset(seed=0, **self.reset_arguments), 2, f"{env}.reset")[1]
+        super().__init__(env, infos, state)
 
     def reset(self, seed: int) -> SingleStep:
         self.clear_ended()
-        seen, infos = read_result(self.env.reset(seed=seed), 2, "reset")
+        seen, infos = read_result(self.env.reset(seed=seed, **self.reset_arguments), 2, "reset")
         self.check_agents(seen, "observes agent")
         live = {agent for agent in self.env.agents if agent in seen}
         if not live:
@@ -273,15 +275,16 @@ class AECGame(_PettingZooGame):
     gets rewards until its turn, when the env removes it, as PettingZoo's `last` reports them; its seat terminates then.
     Raises ValueError if an agent that has ended acts again."""
 
-    def __init__(self, env: Any, state: bool = False) -> None:
-        env.reset(seed=0)
+    def __init__(self, env: Any, state: bool = False, reset_options: dict[str, Any] | None = None) -> None:
+        self.reset_arguments: dict[str, Any] = {"options": reset_options} if reset_options else {}
+        env.reset(seed=0, **self.reset_arguments)
         super().__init__(env, env.infos, state)
         self.booked: set[str] = set()  # how much of its rewards the env adds to what `last` reports
         self.unchecked_payments = CHECKED_PAYMENTS
 
     def reset(self, seed: int) -> SingleStep:
         self.clear_ended()
-        self.env.reset(seed=seed)
+        self.env.reset(seed=seed, **self.reset_arguments)
         self.present = set(self.env.agents)  # others join later
         self.booked_before = self.booked_rewards()
         return self._build_step(list(self.env.agents), self.env.agent_selection)
@@ -360,7 +363,11 @@ class AECGame(_PettingZooGame):
 
 
 def load_game(
-    path: str, options: dict[str, Any] | None = None, state: bool = False, wrappers: Wrappers = None
+    path: str,
+    options: dict[str, Any] | None = None,
+    state: bool = False,
+    wrappers: Wrappers = None,
+    reset_options: dict[str, Any] | None = None,
 ) -> ParallelGame | AECGame:
     """Returns the game that the factory "module:function" makes with `options`, within `wrappers`; `state` adds its
     global state. Raises ValueError if `path` names no factory, the factory or a wrapper fails, or it makes no
@@ -376,17 +383,19 @@ def load_game(
     except Exception as error:  # a factory may fail in any way
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f'"{path}" cannot be made with {options or "no options"}: {why}') from error
-    return game_of(wrap(env, wrappers, "supersuit"), path, state)
+    return game_of(wrap(env, wrappers, "supersuit"), path, state, reset_options)
 
 
-def game_of(env: Any, label: str, state: bool = False) -> ParallelGame | AECGame:
+def game_of(
+    env: Any, label: str, state: bool = False, reset_options: dict[str, Any] | None = None
+) -> ParallelGame | AECGame:
     """Returns the game of a PettingZoo env. Raises ValueError if `env`, which `label` made, is none."""
     if type(env) is aec_to_parallel_wrapper:
         env = LeanParallelWrapper(env)
     if isinstance(env, pettingzoo.ParallelEnv):
-        return ParallelGame(env, state)
+        return ParallelGame(env, state, reset_options)
     if isinstance(env, pettingzoo.AECEnv):
-        return AECGame(strip_check_wrappers(env), state)
+        return AECGame(strip_check_wrappers(env), state, reset_options)
     raise ValueError(f'"{label}" makes {type(env).__name__}, neither a ParallelEnv nor an AECEnv of PettingZoo')
 
 
@@ -447,7 +456,8 @@ class PettingZooEnv(PackageVectorEnv):
     """The PettingZoo env that the factory `env` ("module:function") makes with `options`, parallel or turn-based. The
     factory "pettingzoo:make" with the options `env_type` and `id` makes an env of PettingZoo's registry. With `state`,
     central critics get the env's global state, computed in every step; else they get all observations. `wrappers` are
-    SuperSuit's by name or "module:Class", from the inside outwards, with their options.
+    SuperSuit's by name or "module:Class", from the inside outwards, with their options. Every reset gets
+    `reset_options`.
 
     Games repeat exactly only if the env's own `reset(seed)` resets everything; in knights_archers_zombies and Atari's
     maze_craze it does not.
@@ -461,8 +471,10 @@ class PettingZooEnv(PackageVectorEnv):
         *,
         env: str = "mpe2.simple_spread_v3:parallel_env",
         options: dict[str, Any] | None = None,
+        reset_options: dict[str, Any] | None = None,
         state: bool = False,
         wrappers: list[dict[str, Any]] | None = None,
         num_processes: int = 0,
     ) -> None:
-        super().__init__(partial(load_game, env, options, state, wrappers), num_envs, num_processes, env)
+        make = partial(load_game, env, options, state, wrappers, reset_options)
+        super().__init__(make, num_envs, num_processes, env)
