@@ -16,14 +16,8 @@ from palestra.core.plain_values import plain_value
 
 ANY_KEY = ""  # key of a session that accepts any key
 SAMPLING_KEYS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "max_tokens",
-    "max_completion_tokens",
-    "seed",
-    "stop",
-    "stop_token_ids",
+    *("temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens"),
+    *("seed", "stop", "stop_token_ids"),
 )
 FORM_KEYS = {"response_format", "tool_choice", "parallel_tool_calls"}
 CALL_KEYS = {"model", "messages", "tools", "n", "stream", "stream_options"}

@@ -15,9 +15,9 @@ DECK_SIZE = 6  # card // 2 is the rank
 RANKS = "JQK"
 SUITS = "sh"
 # per round
-MAX_MOVES_PER_ROUND = 4
-MAX_RAISES_PER_ROUND = 2
-INFO_STATE_SIZE = 2 + 2 * DECK_SIZE + 2 * 2 * MAX_MOVES_PER_ROUND
+MAX_MOVES = 4
+MAX_RAISES = 2
+INFO_STATE_SIZE = 2 + 2 * DECK_SIZE + 2 * 2 * MAX_MOVES
 
 
 class LeducState(NamedTuple):
@@ -63,7 +63,7 @@ class LeducRules(Rules[LeducState]):
         actions = [CALL]
         if state.moves and state.moves[-1] == RAISE:
             actions = [FOLD, CALL]
-        if state.moves.count(RAISE) < MAX_RAISES_PER_ROUND:
+        if state.moves.count(RAISE) < MAX_RAISES:
             actions.append(RAISE)
         return actions
 
@@ -104,7 +104,7 @@ class LeducRules(Rules[LeducState]):
         for number, moves in enumerate((state.first_round, state.second_round)):
             for move, action in enumerate(moves):
                 if action != FOLD:
-                    view[2 + 2 * DECK_SIZE + 2 * (MAX_MOVES_PER_ROUND * number + move) + action - CALL] = 1
+                    view[2 + 2 * DECK_SIZE + 2 * (MAX_MOVES * number + move) + action - CALL] = 1
         return view
 
     def info_state_text(self, state: LeducState, player: int) -> str:

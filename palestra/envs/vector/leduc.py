@@ -9,23 +9,14 @@ import numpy as np
 from palestra.core.accel.jit import jit
 from palestra.envs.batch.native import NativeEnv, store_ended
 from palestra.envs.batch.rng import RNG_WORDS
-from palestra.envs.rules.leduc import (
-    CALL,
-    DECK_SIZE,
-    FOLD,
-    INFO_STATE_SIZE,
-    MAX_MOVES_PER_ROUND,
-    MAX_RAISES_PER_ROUND,
-    RAISE,
-    RANKS,
-)
+from palestra.envs.rules.leduc import CALL, DECK_SIZE, FOLD, INFO_STATE_SIZE, MAX_MOVES, MAX_RAISES, RAISE, RANKS
 from palestra.envs.support.options import check_at_least
 from palestra.envs.vector.kuhn import clear_games, deal_cards
 from palestra.envs.vector_base import Discrete, empty_step
 
 PUBLIC_CARD = 2  # index of the public card in the deck, after the players' cards
 ROUND, TURN, MOVES, RAISES, ACTION = range(5)  # columns of `play`; moves and raises count within the round
-STATE_SIZE = 3 * DECK_SIZE + 2 * 2 * MAX_MOVES_PER_ROUND
+STATE_SIZE = 3 * DECK_SIZE + 2 * 2 * MAX_MOVES
 
 
 class LeducArrays(NamedTuple):
@@ -70,7 +61,7 @@ def _choose(t: LeducArrays, actions: np.ndarray) -> None:
             action = CALL
         t.play[b, ACTION] = action
         if action != FOLD:
-            at = 2 * (MAX_MOVES_PER_ROUND * t.play[b, ROUND] + t.play[b, MOVES]) + action - CALL
+            at = 2 * (MAX_MOVES * t.play[b, ROUND] + t.play[b, MOVES]) + action - CALL
             t.obs[b, 0, 2 + 2 * DECK_SIZE + at], t.obs[b, 1, 2 + 2 * DECK_SIZE + at] = 1, 1
             t.state[b, 3 * DECK_SIZE + at] = 1
 
@@ -124,7 +115,7 @@ def _write(t: LeducArrays) -> None:
         for n in range(2):
             t.agent_mask[b, n] = n == turn
             t.action_mask[b, n, FOLD] = t.stakes[b, turn] < t.stakes[b, 1 - turn]
-            t.action_mask[b, n, RAISE] = t.play[b, RAISES] < MAX_RAISES_PER_ROUND
+            t.action_mask[b, n, RAISE] = t.play[b, RAISES] < MAX_RAISES
         if t.play[b, ROUND] == 1:
             public = t.cards[b, PUBLIC_CARD]
             t.obs[b, 0, 2 + DECK_SIZE + public], t.obs[b, 1, 2 + DECK_SIZE + public] = 1, 1

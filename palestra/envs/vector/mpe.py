@@ -21,17 +21,8 @@ from palestra.core.types import Seat
 from palestra.envs.batch.canvas import GREEN, GREY, LIGHT_GREY, Canvas, seat_colour
 from palestra.envs.batch.native import NativeEnv
 from palestra.envs.support.options import check_at_least
+from palestra.envs.vector import mpe_rules as rules
 from palestra.envs.vector.mpe_physics import begin_games, build_world, empty_world_arrays, step_arrays
-from palestra.envs.vector.mpe_rules import (
-    advance_adversary,
-    advance_speaker_listener,
-    advance_spread,
-    advance_tag,
-    observe_adversary,
-    observe_speaker_listener,
-    observe_spread,
-    observe_tag,
-)
 from palestra.envs.vector_base import Continuous, Discrete, Entities, Space, empty_step
 
 MOVES = ("nothing", "left", "right", "down", "up")
@@ -135,8 +126,8 @@ class SimpleSpread(_Particles):
     """
 
     name: ClassVar[str] = "simple_spread"
-    observe = staticmethod(observe_spread)
-    advance = staticmethod(advance_spread)
+    observe = staticmethod(rules.observe_spread)
+    advance = staticmethod(rules.advance_spread)
 
     def __init__(
         self,
@@ -179,8 +170,8 @@ class SimpleAdversary(_Particles):
     """
 
     name: ClassVar[str] = "simple_adversary"
-    observe = staticmethod(observe_adversary)
-    advance = staticmethod(advance_adversary)
+    observe = staticmethod(rules.observe_adversary)
+    advance = staticmethod(rules.advance_adversary)
 
     def __init__(
         self, num_envs: int = 64, *, agents: int = 2, max_cycles: int = 25, continuous_actions: bool = False
@@ -205,8 +196,8 @@ class SimpleTag(_Particles):
     """
 
     name: ClassVar[str] = "simple_tag"
-    observe = staticmethod(observe_tag)
-    advance = staticmethod(advance_tag)
+    observe = staticmethod(rules.observe_tag)
+    advance = staticmethod(rules.advance_tag)
 
     def __init__(
         self,
@@ -248,8 +239,8 @@ class SimpleSpeakerListener(_Particles):
     """
 
     name: ClassVar[str] = "simple_speaker_listener"
-    observe = staticmethod(observe_speaker_listener)
-    advance = staticmethod(advance_speaker_listener)
+    observe = staticmethod(rules.observe_speaker_listener)
+    advance = staticmethod(rules.advance_speaker_listener)
 
     def __init__(self, num_envs: int = 64, *, max_cycles: int = 25, continuous_actions: bool = False) -> None:
         spec = WorldSpec(
