@@ -26,7 +26,7 @@ class Discrete:
     """Action space of one integer, 0 to n-1."""
 
     n: int
-    dtype: ClassVar[type] = np.int32
+    dtype: ClassVar[type[np.generic]] = np.int32
     width: ClassVar[int] = 0  # length of an action; 0: it is one number
 
 
@@ -35,7 +35,7 @@ class MultiDiscrete:
     """Action space of several integers; the i-th is from 0 to `sizes[i] - 1`."""
 
     sizes: tuple[int, ...]
-    dtype: ClassVar[type] = np.int32
+    dtype: ClassVar[type[np.generic]] = np.int32
 
     @property
     def width(self) -> int:
@@ -49,7 +49,7 @@ class Continuous:
 
     low: tuple[float, ...]
     high: tuple[float, ...]
-    dtype: ClassVar[type] = np.float32
+    dtype: ClassVar[type[np.generic]] = np.float32
 
     @property
     def width(self) -> int:
