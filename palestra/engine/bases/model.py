@@ -92,8 +92,11 @@ class Engine:
             set_attention(model, "palestra")
             fuse_layers(model)
             limit_length(model)
-        self._route_linears()
-        self._route_modules()
+        head = model.get_output_embeddings()
+        for name, layer in self.linear_layers.items():
+            setattr(layer, "forward", self._forward_of(name, layer, layer is head))  # noqa: B010 (mypy: a method)
+        for name, module in replaceable_modules(model).items():  # their parameters may be replaced by adapters'
+            setattr(module, "forward", self._module_forward(name, module, module.forward))  # noqa: B010
         if plain:
             self.plain_path = PlainPath(self)
         self._narrows = plain or self._narrow_last_layer()
@@ -153,11 +156,6 @@ class Engine:
             lines.insert(0, plain_note(self.name, path.reason, uses_cache=path.uses_cache))
         return lines
 
-    def _route_linears(self) -> None:
-        head = self.model.get_output_embeddings()
-        for name, module in self.linear_layers.items():
-            setattr(module, "forward", self._forward_of(name, module, module is head))  # noqa: B010 (mypy: a method)
-
     def _forward_of(self, name: str, layer: Any, is_head: bool) -> Any:
         def forward(x: Tensor) -> Tensor:
             route = self._kept if is_head else self._route
@@ -166,11 +164,6 @@ class Engine:
             return own_output(layer, x)
 
         return forward
-
-    def _route_modules(self) -> None:
-        """Lets the embeddings and stacked experts use the parameters with which adapters replace theirs."""
-        for name, module in replaceable_modules(self.model).items():
-            setattr(module, "forward", self._module_forward(name, module, module.forward))  # noqa: B010
 
     def _module_forward(self, name: str, module: nn.Module, base_forward: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -174,11 +174,6 @@ def _compare(encoder: ChatEncoder, ids: np.ndarray, wanted: str, what: str) -> N
         raise _Different(f"the {what} {found[-60:]!r} is {wanted[-60:]!r} in the chat template")
 
 
-def _prompt_end(encoder: ChatEncoder) -> str:
-    prompt = encoder.tokenizer.decode(encoder.encode_conversation(Chat((ASK,))))
-    return str(prompt.rstrip()[-24:])
-
-
 def _compare_answer(encoder: ChatEncoder, ids: np.ndarray, finished: str, thought: str) -> None:
     """Raises `_Different` if prompt and answer are not the finished conversation, up to what follows the answer."""
     found = encoder.tokenizer.decode(ids)
@@ -189,7 +184,8 @@ def _compare_answer(encoder: ChatEncoder, ids: np.ndarray, finished: str, though
     ):
         if thought:
             raise _Different("thoughts of answers to imitate are written, and the chat template leaves them out")
+        prompt = encoder.tokenizer.decode(encoder.encode_conversation(Chat((ASK,))))
         raise _Different(
-            f"prompts end with {_prompt_end(encoder)!r}, which the chat template leaves out of the finished "
+            f"prompts end with {prompt.rstrip()[-24:]!r}, which the chat template leaves out of the finished "
             "conversation; answers to imitate follow the prompt (and end the thought that it begins)"
         )

@@ -8,7 +8,7 @@ Shapes: `E` experts, `r` rank; `A [E, r, in]` and `B [E, out, r]` of stacked exp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
@@ -134,17 +134,12 @@ def stacked_parameters(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Returns the modules of stacked experts by the names of their stacked weights: those with transformers' common
     interface (rows [S, H], chosen experts [S, k], their weights), since others may divide rows in other ways."""
     found: dict[str, nn.Module] = {}
-    for name, module in decoder_modules(model):
-        if hasattr(module, "is_transposed"):
+    inside = {id(module) for module in decoder_of(model).modules()}
+    for name, module in model.named_modules():
+        if id(module) in inside and hasattr(module, "is_transposed"):
             parameters = module.named_parameters(recurse=False)
             found |= {f"{name}.{short}": module for short, weight in parameters if weight.dim() == 3}
     return found
-
-
-def decoder_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules of the model's decoder with their names in the model."""
-    inside = {id(module) for module in decoder_of(model).modules()}
-    return ((name, module) for name, module in model.named_modules() if id(module) in inside)
 
 
 def _stacked_targets(targets: Sequence[str], model: PreTrainedModel) -> list[str]:

@@ -136,7 +136,9 @@ def load_training_state(folder: Path, trainer: TrainingState) -> None:
     if trainer.full_reference and (folder / FULL_REFERENCE_FILE).exists():
         trainer.full_reference.load(folder / FULL_REFERENCE_FILE)
     if trainer.critic:
-        _load_critic(folder / CRITIC_FILE, trainer.critic)
+        if not (folder / CRITIC_FILE).exists():
+            raise ValueError(f"the checkpoint at {folder} holds no critic ({CRITIC_FILE}): it was trained without one")
+        trainer.critic.load_state_dict(load_file(folder / CRITIC_FILE))
     _load_optimizer(folder / "optimizer.safetensors", trainer)
 
 
@@ -151,12 +153,6 @@ def load_weights(folder: Path, trainer: TrainingState) -> None:
         trainer.adapter.copy_from(saved)
     else:
         load_full_model(folder, trainer.engine)
-
-
-def _load_critic(path: Path, critic: nn.Linear) -> None:
-    if not path.exists():
-        raise ValueError(f"the checkpoint at {path.parent} holds no critic ({path.name}): it was trained without one")
-    critic.load_state_dict(load_file(path))
 
 
 def load_full_model(folder: Path, engine: Engine) -> None:

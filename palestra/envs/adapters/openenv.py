@@ -104,7 +104,8 @@ class OpenEnv(Env):
         try:
             reply = await self._session.ask("step", action)
         except ActionRejected as error:
-            return self._refuse_action(str(error))
+            cost = INVALID_PENALTY if self.reward == "dense" else 0.0
+            return self._step({}, {"agent": True}, f"{self._shown}\nYour action was refused: {error}", cost)
         self._actions.append(action)
         self._shown = self._text(reply)
         return self._step(reply, {"agent": False})
@@ -154,10 +155,6 @@ class OpenEnv(Env):
         if len(names) == 1:
             return _to_text(shown.get(names[0]))
         return "\n".join(f"{name}: {_to_text(shown.get(name))}" for name in names)
-
-    def _refuse_action(self, why: str) -> Step:
-        cost = INVALID_PENALTY if self.reward == "dense" else 0.0
-        return self._step({}, {"agent": True}, f"{self._shown}\nYour action was refused: {why}", cost)
 
     def _step(self, reply: dict[str, Any], invalid: dict[Seat, bool], shown: str = "", cost: float = 0) -> Step:
         earned = float(reply.get("reward") or 0.0)

@@ -53,7 +53,7 @@ class LeducRules(Rules[LeducState]):
             return CHANCE
         if _ends_in_fold(state.moves):
             return TERMINAL
-        if not _round_closed(state.moves):
+        if len(state.moves) < 2 or state.moves[-1] != CALL:  # a call ends the round, unless it is its first move
             return len(state.moves) % 2
         if len(state.cards) == 2:
             return CHANCE
@@ -122,11 +122,6 @@ class LeducRules(Rules[LeducState]):
 
 def _ends_in_fold(moves: tuple[int, ...]) -> bool:
     return bool(moves) and moves[-1] == FOLD
-
-
-def _round_closed(moves: tuple[int, ...]) -> bool:
-    """True if the round is over: a call ends it, unless it is the first move of the round."""
-    return len(moves) > 1 and moves[-1] == CALL
 
 
 def _stakes(state: LeducState) -> list[int]:
