@@ -96,7 +96,7 @@ def new_extras(
     extras = Extras()
     if config.use_dora:
         for name in names:
-            extras.magnitudes[name] = _leaf(dense_weight(linears[name]).detach().float().norm(dim=1))
+            extras.magnitudes[name] = dense_weight(linears[name]).detach().float().norm(dim=1).requires_grad_()
     if (config.modules_to_save or config.target_parameters) and model is None:
         raise ValueError("modules_to_save and target_parameters need the whole model: pass model= to Adapter")
     if model is not None:
@@ -104,7 +104,7 @@ def new_extras(
             for short, weight in model.get_submodule(name).named_parameters(recurse=False):
                 if not weight.is_floating_point():
                     raise ValueError(f"modules_to_save: {name} is quantised: leave it out, or set quantize: null")
-                extras.modules[f"{name}.{short}"] = _leaf(weight.detach().float().clone())
+                extras.modules[f"{name}.{short}"] = weight.detach().float().clone().requires_grad_()
         generator = torch.Generator().manual_seed(derive_seed(seed, "experts"))
         for name in _stacked_targets(config.target_parameters, model):
             extras.experts[name] = _expert_pair(name, model, config.rank_of(name), generator)
@@ -161,11 +161,8 @@ def _expert_pair(name: str, model: PreTrainedModel, rank: int, generator: torch.
     count, outputs, inputs = weight.mT.shape if module.is_transposed else weight.shape
     bound = inputs**-0.5  # as PEFT initialises A
     a = torch.empty(count, rank, inputs).uniform_(-bound, bound, generator=generator)
-    return _leaf(a.to(weight.device)), _leaf(torch.zeros(count, outputs, rank, device=weight.device))
-
-
-def _leaf(weight: Tensor) -> Tensor:
-    return weight.requires_grad_()
+    b = torch.zeros(count, outputs, rank, device=weight.device)
+    return a.to(weight.device).requires_grad_(), b.requires_grad_()
 
 
 # -- linear layers -----------------------------------------------------------------------------------------------------
