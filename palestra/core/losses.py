@@ -385,9 +385,8 @@ def _clipped_surrogate(
     with torch.no_grad():  # a token whose value a bound changes has no gradient, so autograd need not see the bounds
         bounded = torch.minimum(worth, _between(ratio, low, high) * tokens.advantage_M)
         if dual_clip is not None:
-            bounded = torch.maximum(
-                bounded, torch.where(tokens.advantage_M < 0, dual_clip * tokens.advantage_M, -torch.inf)
-            )
+            least = torch.where(tokens.advantage_M < 0, dual_clip * tokens.advantage_M, -torch.inf)
+            bounded = torch.maximum(bounded, least)
         silenced = bounded != worth
     worth = torch.where(silenced, bounded, worth)
     loss = -(tokens.weight_M * worth).sum()

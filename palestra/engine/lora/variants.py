@@ -286,9 +286,8 @@ def call_by_blocks(
     for (_, count), mine in zip(blocks, replaced, strict=True):
         rows = slice(start, start + count)
         block_args = [_rows_of(value, axis, size, rows) for value in args]
-        outputs.append(
-            call_with(module, own, mine, block_args, {k: _rows_of(v, axis, size, rows) for k, v in kwargs.items()})
-        )
+        block_kwargs = {k: _rows_of(v, axis, size, rows) for k, v in kwargs.items()}
+        outputs.append(call_with(module, own, mine, block_args, block_kwargs))
         start += count
     return torch.cat(outputs, dim=axis)
 

@@ -150,9 +150,8 @@ class CachedBatch(LiveBatch):
         group = rows[0].group
         prompt = _prompt(rows[0]).slot
         try:
-            copies = self.cache.allocate_prompts(
-                [prompt.length + len(row.token_ids) - 1 for row in rows], [1] * len(rows)
-            )
+            lengths = [prompt.length + len(row.token_ids) - 1 for row in rows]
+            copies = self.cache.allocate_prompts(lengths, [1] * len(rows))
         except CacheFull:
             if len(rows) == 1:
                 raise

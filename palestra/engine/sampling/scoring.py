@@ -134,9 +134,8 @@ def _route(engine: Engine, adapters: Sequence[Snapshot | None], counts: Sequence
     used = [(adapter, count) for adapter, count in zip(adapters, counts, strict=True) if adapter]
     if not used:
         return None
-    return MultiAdapterRoute(
-        AdapterStack([adapter for adapter, _ in used], engine.linear_layers), [count for _, count in used]
-    )
+    adapters, counts = zip(*used, strict=True)
+    return MultiAdapterRoute(AdapterStack(adapters, engine.linear_layers), counts)
 
 
 def _hidden_states(engine: Engine, forest: Forest, route: MultiAdapterRoute | None) -> Tensor:

@@ -41,9 +41,8 @@ class SharedStep:
         vector_step = spec.empty_step(num_envs)
         actions = zero_actions(spec.action_spaces, (num_envs,))
         arrays = [actions, *vector_step.arrays().values()]
-        self.shared_memory = _Memory(
-            name, create=name is None, size=sum(array.nbytes + CACHE_LINE_BYTES for array in arrays)
-        )
+        size = sum(array.nbytes + CACHE_LINE_BYTES for array in arrays)
+        self.shared_memory = _Memory(name, create=name is None, size=size)
         self._used = 0
         self.vector_step: VectorStep | None = vector_step.map_arrays(self._allocate)
         self.actions: np.ndarray | None = self._allocate(actions)

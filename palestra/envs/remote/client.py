@@ -256,9 +256,8 @@ def describe_env(server_config: EnvServersConfig, type: str, options: Mapping[st
     Raises ValueError if the server refuses the type or an option, or if none answers within
     `server_config.server_timeout` seconds.
     """
-    return _described(
-        server_config, pb.Kind(type=type, options=encode_mapping(options)).SerializeToString(deterministic=True)
-    )
+    kind = pb.Kind(type=type, options=encode_mapping(options))
+    return _described(server_config, kind.SerializeToString(deterministic=True))
 
 
 @lru_cache(256)

@@ -92,9 +92,8 @@ class EnvConnection:
         """
         channel = open_channel(address, server_config)
         try:
-            stream = channel.stream_stream(f"/{SERVICE}/Play", pb.Requests.SerializeToString, pb.Replies.FromString)(
-                metadata=auth_metadata(server_config)
-            )
+            play = channel.stream_stream(f"/{SERVICE}/Play", pb.Requests.SerializeToString, pb.Replies.FromString)
+            stream = play(metadata=auth_metadata(server_config))
             hello = await _hello(address, stream)
         except BaseException:
             await channel.close()

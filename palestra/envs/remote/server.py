@@ -76,9 +76,8 @@ class EnvServer:
         await self.health.set(SERVICE, SERVING)
         try:
             if self.listen_options.tls:
-                port = self.server.add_secure_port(
-                    self.listen_options.address, grpc.ssl_server_credentials([self.listen_options.tls])
-                )
+                credentials = grpc.ssl_server_credentials([self.listen_options.tls])
+                port = self.server.add_secure_port(self.listen_options.address, credentials)
             else:
                 port = self.server.add_insecure_port(self.listen_options.address)
         except RuntimeError as error:

@@ -356,9 +356,8 @@ class AECGame(_PettingZooGame):
         action_mask: list[np.ndarray | None] = [None] * len(self.agents)
         for agent in observed:
             seat = self.seat_numbers[agent]
-            observations[seat], action_mask[seat] = self.encode_seat(
-                seat, self.env.observe(agent), infos.get(agent, {})
-            )
+            info = infos.get(agent, {})
+            observations[seat], action_mask[seat] = self.encode_seat(seat, self.env.observe(agent), info)
         return self.single_step(observations, [agent == selected for agent in self.agents], action_mask)
 
 
