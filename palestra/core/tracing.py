@@ -97,12 +97,11 @@ def tracing_to(url: str | None) -> Iterator[None]:
         stop_tracing()
 
 
-def _start(url: str) -> _Tracing:
+def _start(url: str) -> None:
     global _tracing
     if _tracing is None or _tracing.url != url:
         stop_tracing()
         _tracing = _Tracing(url)
-    return _tracing
 
 
 def stop_tracing() -> None:
@@ -163,23 +162,20 @@ def trace_context() -> TraceContext | None:
     return carrier | {"url": _tracing.url}
 
 
-def continue_trace(context: TraceContext | None) -> AbstractContextManager[Any]:
+@contextmanager
+def continue_trace(context: TraceContext | None) -> Iterator[None]:
     """Context in which new spans are children of `context`, from another process or thread. Starts tracing in this
     process; with None it does nothing. Raises ValueError if the SDK is not installed here."""
     if context is None:
-        return _OFF
-    return _continue_in(context)
-
-
-@contextmanager
-def _continue_in(carrier: TraceContext) -> Iterator[None]:
-    _start(carrier["url"])
+        yield
+        return
+    _start(context["url"])
     from opentelemetry.context import attach, detach
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    context = TraceContextTextMapPropagator().extract(carrier)
-    base = _base.set(context)
-    current = attach(context)
+    outer = TraceContextTextMapPropagator().extract(context)
+    base = _base.set(outer)
+    current = attach(outer)
     try:
         yield
     finally:
@@ -190,6 +186,4 @@ def _continue_in(carrier: TraceContext) -> Iterator[None]:
 def _base_context() -> Any:
     from opentelemetry.context import Context
 
-    if _base.get() is None:
-        return Context()
-    return _base.get()
+    return _base.get() or Context()

@@ -49,19 +49,19 @@ from palestra.engine.training.optimizers import TextOptimizer, build_optimizer, 
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.parallel.torch_group import sum_in_place
 
+GROWTH_INTERVAL = 2000  # steps
+
 
 class LossScale:
     """Dynamic loss scale for float16 gradients (Micikevicius et al., 2018, section 3.2): halved when one overflows,
-    doubled after `growth_interval` consecutive steps without overflow.
+    doubled after `GROWTH_INTERVAL` consecutive steps without overflow.
 
     Replaces torch's GradScaler, which checks the gradients of one process: here the norm of the whole gradient, which
     is equal on all ranks, decides.
     """
 
-    def __init__(self, value: float = 2.0**16, growth_interval: int = 2000) -> None:
-        self.value = value
-        self.growth_interval = growth_interval
-        self.good_steps = 0
+    value = 2.0**16
+    good_steps = 0
 
     def update(self, finite: bool) -> Metrics:
         """Updates the scale after a step and returns its metrics; `finite` is true if all gradients were finite. Raises
@@ -71,7 +71,7 @@ class LossScale:
         if not finite:
             self.value /= 2
             self.good_steps = 0
-        elif self.good_steps == self.growth_interval:
+        elif self.good_steps == GROWTH_INTERVAL:
             self.value = 2 * self.value
             self.good_steps = 0
         if self.value < 2.0**-14:
