@@ -234,6 +234,11 @@ def observation_box(shape: tuple[int, ...], is_uint8: bool) -> spaces.Box:
     return spaces.Box(-np.inf, np.inf, shape, np.float32)
 
 
+def flat_box_size(space: Any) -> int:
+    """Returns the length of a one-dimensional Box; 0 for any other space and for None."""
+    return space.shape[0] if isinstance(space, spaces.Box) and len(space.shape) == 1 else 0
+
+
 def with_action_mask(observation: spaces.Space[Any], num_actions: int) -> spaces.Dict:
     """Returns a Dict space of `observation` and `action_mask` (int8 [actions]), as in PettingZoo."""
     return spaces.Dict({"observation": observation, "action_mask": spaces.Box(0, 1, (num_actions,), np.int8)})
@@ -457,20 +462,15 @@ class GymnasiumGame:
 def make_gymnasium_env(id: str, options: dict[str, Any] | None = None, wrappers: Wrappers = None) -> gymnasium.Env:
     """Returns `gymnasium.make(id, **options)` without the env checker, or for "module:Class" an instance of the class,
     within `wrappers`. Raises ValueError if the env cannot be made or wrapped."""
+    make: Callable[..., Any] = partial(gymnasium.make, id, disable_env_checker=True)
     try:
-        make = _import_maker(id) or partial(gymnasium.make, id, disable_env_checker=True)
+        with suppress(AttributeError):  # at "module:Env-v0", which Gymnasium imports
+            if ":" in id:
+                make = import_object(id)
         env = make(**(options or {}))
     except (gymnasium.error.Error, ImportError, TypeError) as error:
         raise ValueError(f'Gymnasium cannot make "{id}" with {options or "no options"}: {error}') from error
     return wrap(env, wrappers, "gymnasium.wrappers")
-
-
-def _import_maker(id: str) -> Any:
-    """Returns what "module:name" names; None for "module:Env-v0", which Gymnasium imports, and without a module."""
-    with suppress(AttributeError):
-        if ":" in id:
-            return import_object(id)
-    return None
 
 
 def games_of(make: Callable[[], gymnasium.Env], num_envs: int, label: str) -> PackageVectorEnv:

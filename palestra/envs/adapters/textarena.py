@@ -7,7 +7,6 @@ them during each call: concurrent games are independent, and equal seeds give eq
 from __future__ import annotations
 
 import copy
-import importlib
 import random
 import threading
 from collections.abc import Iterable, Iterator
@@ -218,9 +217,11 @@ def make_game(game: str, options: dict[str, Any]) -> Any:
 
 def _textarena() -> ModuleType:
     try:
-        return importlib.import_module("textarena")
+        import textarena
     except ImportError as error:
         raise ValueError(f"TextArena cannot be loaded ({error}): pip install 'palestra[textarena]'") from error
+    module: ModuleType = textarena
+    return module
 
 
 def _seen_by_mover(arena: Any) -> tuple[int, str]:

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pettingzoo
-from gymnasium import spaces
 from pettingzoo.utils.conversions import aec_to_parallel_wrapper
 from pettingzoo.utils.wrappers import AssertOutOfBoundsWrapper, OrderEnforcingWrapper
 
@@ -17,6 +16,7 @@ from palestra.core.config.user_modules import import_object
 from palestra.envs.adapters.gymnasium import (
     action_decoder,
     can_use_action_mask,
+    flat_box_size,
     obs_encoder,
     read_result,
     refuse_late_mask,
@@ -198,8 +198,7 @@ def _state_size(env: Any) -> int:
     """Returns the length of the global state of an env after its reset, since some envs have no `state_space`; 0 if it
     has no one-dimensional state."""
     if (space := getattr(env, "state_space", None)) is not None:
-        is_row = isinstance(space, spaces.Box) and len(space.shape) == 1
-        return space.shape[0] if is_row else 0
+        return flat_box_size(space)
     try:
         state = env.state()
     except (AttributeError, NotImplementedError):
