@@ -161,7 +161,10 @@ def provenance(lines: Iterable[Line]) -> str:
     """Returns a sentence of where rows were measured, for the page that shows them."""
     found = list(lines)
     known = Counter((line["commit"], line["processor"]) for line in found if "commit" in line)
-    told = [f"{number} rows at commit {at} on {where}" for (at, where), number in known.items()]
+    told = [
+        f"{number} {'row' if number == 1 else 'rows'} at commit {at} on {where}"
+        for (at, where), number in known.items()
+    ]
     if old := [line for line in found if "commit" not in line]:
         text = f"commit and processor not recorded for {len(old)} rows"
         if any("added" in line for line in old):

@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 
 import palestra
 from palestra.cli.agents import publish, serve_agent
+from palestra.cli.arena import arena
 from palestra.cli.collect import collect
 from palestra.cli.config import describe_config
 from palestra.cli.dashboard import dashboard
@@ -62,7 +63,7 @@ AGENTS = "Use agents"
 SERVERS = "Servers"
 REFERENCE = "Reference"
 # Commands that may import what a config names as module:Class from the working folder. The others only look.
-PLAYING = ("train", "grid", "eval", "league", "play", "render", "collect", "serve-envs", "config")
+PLAYING = ("train", "grid", "eval", "league", "play", "arena", "render", "collect", "serve-envs", "config")
 
 # Else Python walks all objects of the imported modules once more before it ends: a second for torch and transformers.
 atexit.register(gc.freeze)
@@ -105,7 +106,7 @@ def _add(panel: str, **commands: Callable[..., None]) -> None:
 _add(TRAIN, demo=demo, init=init, train=train, grid=grid)
 _add(RESULTS, runs=runs, eval=evaluate, dashboard=dashboard, report=report, plot=plot, sync=sync, fetch=fetch)
 app.add_typer(league, name="league", rich_help_panel=RESULTS)
-_add(AGENTS, play=play, render=render, collect=collect, publish=publish, serve_agent=serve_agent)
+_add(AGENTS, play=play, arena=arena, render=render, collect=collect, publish=publish, serve_agent=serve_agent)
 _add(SERVERS, serve=serve, serve_envs=serve_envs, serve_sampler=serve_sampler)
 app.add_typer(keys, name="keys", rich_help_panel=SERVERS)
 _add(REFERENCE, config=describe_config, info=info)

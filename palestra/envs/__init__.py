@@ -75,6 +75,7 @@ TEXT_ENVS: dict[str, str] = {
     "text_tic_tac_toe": "palestra.envs.text.board_games:TextTicTacToe",
     "text_connect_four": "palestra.envs.text.board_games:TextConnectFour",
     "text_bargaining": "palestra.envs.text.board_games:TextBargaining",
+    "arena": "palestra.evaluation.arena.match:ArenaMatch",
 }
 VECTOR_ENVS: dict[str, str] = {  # vector envs
     "simple_spread": "palestra.envs.vector.mpe:SimpleSpread",

@@ -262,15 +262,18 @@ def test_envs_that_keep_their_seed_are_saved_and_restored(config: dict[str, Any]
     other.close()
 
 
+COPIES = 64  # of 16, once in 500 times, all games that end by chance were played again as they had been
+
+
 def train_by_chance(odd: str, root: Path, steps: int, **options: Any) -> Any:
-    env = gymnasium_env(odd, **{"num_envs": 16} | options)
+    env = gymnasium_env(odd, **{"num_envs": COPIES} | options)
     policies = {"default": {"type": "net", "hidden": [8]}}
     algorithm = {"type": "ppo", "rollout_length": 13, "minibatches": 1}
     return pl.train(env=env, policies=policies, algorithm=algorithm, steps=steps, root=root, name="run")
 
 
 def test_env_that_ignores_its_seed_is_named_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train_by_chance("ignores its seed", tmp_path, 16 * 13)
+    train_by_chance("ignores its seed", tmp_path, COPIES * 13)
     line = (
         'env "helpers.odd_envs:odd-ignores-its-seed" begins other games when it is reset to the same seeds (obs differ)'
     )
@@ -278,7 +281,7 @@ def test_env_that_ignores_its_seed_is_named_at_the_start(tmp_path: Path, capsys:
 
 
 def test_evaluation_names_an_env_that_ignores_its_seed(tmp_path: Path) -> None:
-    run = train_by_chance("ignores its seed", tmp_path, 16 * 13)
+    run = train_by_chance("ignores its seed", tmp_path, COPIES * 13)
     line = 'env "helpers.odd_envs:odd-ignores-its-seed" begins other games when it is reset to the same seeds'
     shown = invoke("eval", run.path, "--episodes", 4)
     assert line in " ".join(shown.stdout.split())
@@ -301,16 +304,16 @@ def test_games_by_chance_begin_anew_at_a_resume(
     odd: str, num_processes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Such a run could not be resumed, or went on with other games under the saved observations."""
-    run = train_by_chance(odd, tmp_path, 2 * 16 * 13, num_processes=num_processes)
+    run = train_by_chance(odd, tmp_path, 2 * COPIES * 13, num_processes=num_processes)
     capsys.readouterr()
-    resumed = pl.train(resume=run, steps=4 * 16 * 13)
+    resumed = pl.train(resume=run, steps=4 * COPIES * 13)
     shown = " ".join(capsys.readouterr().out.split())
     assert (
         f'env "helpers.odd_envs:odd-{odd.replace(" ", "-")}" is not a function of its seeds, so its games begin anew'
         in shown
     )
     team = resumed.metrics[resumed.metrics["policy"] == "team"]
-    assert team["env_steps"].iloc[-1] == 4 * 16 * 13 and np.isfinite(team["return"].dropna()).all()
+    assert team["env_steps"].iloc[-1] == 4 * COPIES * 13 and np.isfinite(team["return"].dropna()).all()
 
 
 def test_saved_games_of_another_env_are_not_continued() -> None:

@@ -153,6 +153,7 @@ NAMED: dict[str, list[dict[str, Any]]] = {  # options by env
     "text_tic_tac_toe": [{}, {"rendering": "full"}],
     "text_connect_four": [{}],
     "text_bargaining": [{}],
+    "arena": [{}],
 }
 # Their packages have a venv of their own: tests/envs/adapters/peers/text plays these envs and checks their terms.
 PEERS = {"textarena", "verifiers", "openenv"}

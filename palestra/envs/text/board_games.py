@@ -121,7 +121,7 @@ class TextGame(Env):
             return str(answer) == word
         return answer_words(answer) == answer_words(word)
 
-    def _says(self, action: int) -> str:
+    def says(self, action: int) -> str:
         """Returns an answer that selects this action."""
         return mark_answer(self.action_words[action], is_compact=self.rendering == "compact")
 
@@ -243,7 +243,7 @@ class TextTicTacToe(FixedRulesGame):
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
         """Returns an optimal move; ties between equally fast moves are broken at random."""
-        return self._says(rng.choice(_perfect(self.state)))
+        return self.says(rng.choice(_perfect(self.state)))
 
 
 @cache  # 5,478 boards
@@ -267,7 +267,7 @@ class TextConnectFour(FixedRulesGame):
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
         """Returns the best move of a search to depth `SEARCH_DEPTH`; ties are broken at random."""
-        return self._says(rng.choice(_ahead(self.state)))
+        return self.says(rng.choice(_ahead(self.state)))
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,273 @@
+"""Results of the arena: scores against each opponent, and what follows from them.
+
+Shapes: `R` reference players.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from palestra.core.files import atomic_write, read_json
+from palestra.core.seeding import derive_seed
+from palestra.evaluation.arena.players import GAMES, REFERENCES, play_game, reference_player, text_game
+from palestra.populations.normal_form.equilibria import maximin
+from palestra.populations.ratings import ELO_PER_LOG_ODDS, fit_elo
+
+REFERENCE_FILE = Path(__file__).parents[2] / "data" / "arena.json"
+RATED_GAMES = [name for name, game in GAMES.items() if game.is_zero_sum]
+ELO_MEAN = 1200.0  # of the reference players
+MAX_ELO_GAP = 2000.0  # of a player from that mean
+
+
+@dataclass(frozen=True)
+class Score:
+    """Results of one player against one opponent: the number of games, points (a win 1, a draw 1/2), the sums of the
+    returns and of their squares, and how many games were forfeited."""
+
+    games: int
+    points: float
+    total: float
+    squares: float
+    forfeits: int = 0
+
+    @classmethod
+    def of(cls, returns: Sequence[tuple[float, float]], forfeits: int = 0) -> Score:
+        """Returns the score of games with these returns, of the player and of the opponent."""
+        points = sum((own > other) + (own == other) / 2 for own, other in returns)
+        own = [first for first, _ in returns]
+        return cls(len(own), points, sum(own), sum(value * value for value in own), forfeits)
+
+    @property
+    def mean(self) -> float:
+        """The mean return."""
+        return self.total / self.games
+
+    @property
+    def share(self) -> float:
+        """The share of the points."""
+        return self.points / self.games
+
+    def __add__(self, other: Score) -> Score:
+        return Score(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True)))
+
+
+Scores = Mapping[str, Mapping[str, Score]]  # by game and opponent
+
+
+@dataclass(frozen=True)
+class ArenaResult:
+    """What one player did in the arena. `exploitability` is by game, where it can be computed; `notes` say why games
+    were forfeited."""
+
+    player: str
+    scores: Scores
+    exploitability: Mapping[str, float] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    def by_game(self) -> dict[str, Score]:
+        """Returns the score in each game against all opponents together."""
+        return {game: sum_scores(list(row.values())) for game, row in self.scores.items()}
+
+    def by_opponent(self) -> dict[str, Score]:
+        """Returns the score against each opponent in all rated games together."""
+        met: dict[str, Score] = {}
+        for game in RATED_GAMES:
+            for name, score in self.scores.get(game, {}).items():
+                met[name] = met[name] + score if name in met else score
+        return met
+
+    def save(self, path: Path) -> None:
+        """Writes the result as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, json.dumps(asdict(self), indent=1).encode() + b"\n")
+
+    @classmethod
+    def of_json(cls, tree: Mapping[str, Any]) -> ArenaResult:
+        """Returns the result whose fields `asdict` returned. Raises ValueError for anything else."""
+        try:
+            scores = {game: _row_of_json(row) for game, row in tree["scores"].items()}
+            return cls(str(tree["player"]), scores, dict(tree["exploitability"]), list(tree["notes"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is no result of the arena ({error!r})") from error
+
+
+def _row_of_json(row: Mapping[str, Any]) -> dict[str, Score]:
+    return {name: Score(**score) for name, score in row.items()}
+
+
+def sum_scores(scores: Sequence[Score]) -> Score:
+    """Returns the score of all games together."""
+    total = scores[0]
+    for score in scores[1:]:
+        total = total + score
+    return total
+
+
+# ---- reference players
+
+
+def play_references(games: Sequence[str], count: int, seed: int = 0) -> list[ArenaResult]:
+    """Lets the reference players play each other: `count` games of each pair, half at each seat; returns one result
+    each."""
+    scores: dict[str, dict[str, dict[str, Score]]] = {name: {} for name in REFERENCES}
+    for game in games:
+        for row in scores.values():
+            row[game] = {}
+        rules = text_game(game).rules
+        players = {name: reference_player(name, game) for name in REFERENCES}
+        for one, two in combinations(REFERENCES, 2):
+            returns: list[tuple[float, float]] = []
+            for number in range(count):
+                rng = Random(derive_seed(seed, "arena", game, one, two, number))
+                if number % 2:
+                    second, first = play_game(rules, [players[two], players[one]], rng)
+                else:
+                    first, second = play_game(rules, [players[one], players[two]], rng)
+                returns.append((first, second))
+            scores[one][game][two] = Score.of(returns)
+            scores[two][game][one] = Score.of([(second, first) for first, second in returns])
+    return [ArenaResult(name, rows) for name, rows in scores.items()]
+
+
+def save_references(results: Sequence[ArenaResult], path: Path = REFERENCE_FILE) -> None:
+    """Writes the results of the reference players, one on each line."""
+    atomic_write(path, "".join(f"{json.dumps(asdict(result))}\n" for result in results).encode())
+
+
+def load_references(path: Path = REFERENCE_FILE) -> list[ArenaResult]:
+    """Returns the results of the reference players that `save_references` wrote."""
+    return [ArenaResult.of_json(json.loads(line)) for line in path.read_text().splitlines()]
+
+
+# ---- standings
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A player's line in the table. `elo` and its standard error are relative to the reference players, whose mean is
+    1200; `nash_average` is the share of points against their equilibrium (Balduzzi et al., 2018), `worst` the lowest
+    share, and `nemesis` who leaves it that. All count the rated games only; `returns` is the mean return in each
+    game."""
+
+    player: str
+    elo: float
+    stderr: float
+    nash_average: float
+    worst: float
+    nemesis: str
+    returns: Mapping[str, float]
+    forfeits: int
+    games: int
+
+
+class ReferenceRatings:
+    """Elo of the reference players, and their equilibrium: what players are measured by."""
+
+    def __init__(self, references: Sequence[ArenaResult]) -> None:
+        self.names = [result.player for result in references]
+        points_RR = np.array([self._points(result) for result in references])
+        self.ratings = fit_elo(points_RR, mean=ELO_MEAN)
+        games_RR = points_RR + points_RR.T
+        share_RR = np.divide(points_RR, games_RR, out=np.full_like(points_RR, 0.5), where=games_RR > 0)
+        self.equilibrium_R = maximin(share_RR - 0.5, ties="entropy")
+
+    def _points(self, result: ArenaResult) -> list[float]:
+        """Returns a result's points against each reference player."""
+        met = {name: score.points for name, score in result.by_opponent().items()}
+        return [met.get(name, 0.0) for name in self.names]
+
+    def stand(self, result: ArenaResult) -> Standing:
+        """Returns a player's standing. Raises ValueError if it played no rated game."""
+        met = result.by_opponent()
+        if not met:
+            raise ValueError(f"{result.player} has played no game that counts for ratings: {', '.join(RATED_GAMES)}")
+        elo, stderr = self._elo(met)
+        share = {name: met[name].share if name in met else 0.5 for name in self.names}  # a reference against itself
+        nemesis = min(met, key=lambda name: met[name].share)
+        by_game = result.by_game()
+        return Standing(
+            player=result.player,
+            elo=elo,
+            stderr=stderr,
+            nash_average=float(sum(p * share[name] for p, name in zip(self.equilibrium_R, self.names, strict=True))),
+            worst=met[nemesis].share,
+            nemesis=nemesis,
+            returns={game: score.mean for game, score in by_game.items()},
+            forfeits=sum(score.forfeits for score in by_game.values()),
+            games=sum(score.games for score in by_game.values()),
+        )
+
+    def _elo(self, met: Mapping[str, Score]) -> tuple[float, float]:
+        """Returns the Elo at which a player is expected to get its points, and its standard error; those of the
+        opponents are fixed. One more drawn game against each keeps it finite."""
+        worth = np.array([self.ratings.elo_M[self.names.index(name)] for name in met]) / ELO_PER_LOG_ODDS
+        games = np.array([score.games + 1 for score in met.values()])
+        points = sum(score.points + 0.5 for score in met.values())
+        low = (ELO_MEAN - MAX_ELO_GAP) / ELO_PER_LOG_ODDS
+        high = (ELO_MEAN + MAX_ELO_GAP) / ELO_PER_LOG_ODDS
+        for _ in range(60):
+            middle = (low + high) / 2
+            if (games / (1 + np.exp(worth - middle))).sum() < points:
+                low = middle
+            else:
+                high = middle
+        chance = 1 / (1 + np.exp(worth - low))
+        return ELO_PER_LOG_ODDS * low, ELO_PER_LOG_ODDS / math.sqrt((games * chance * (1 - chance)).sum())
+
+
+# ---- results in a folder
+
+
+def result_path(folder: Path, player: str) -> Path:
+    """Returns the file of a player's result."""
+    return folder / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', player).strip('_.')}.json"
+
+
+def read_results(folder: Path) -> list[ArenaResult]:
+    """Returns the results that players left in a folder; [] if there is none. Raises ValueError for another file."""
+    results = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            results.append(ArenaResult.of_json(read_json(path, dict)))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}: move it elsewhere") from error
+    return results
+
+
+def write_leaderboard(folder: Path, standings: Sequence[Standing], results: Sequence[ArenaResult]) -> Path:
+    """Writes the page leaderboard.md, and returns its path."""
+    lines = [
+        "# Leaderboard",
+        "",
+        "Two-player text games against the reference players of `palestra arena`; those in bold are no reference "
+        "players. Elo, its standard error, the share of points against the reference players' equilibrium, the lowest "
+        "share and against whom, and the mean return in each game.",
+        "",
+        f"| player | Elo | equilibrium | worst | against | {' | '.join(GAMES)} |",
+        f"|---|---|---|---|---|{'---|' * len(GAMES)}",
+    ]
+    players = {result.player: result for result in results}
+    for one in standings:
+        name = f"**{one.player}**" if one.player in players else one.player
+        returns = [f"{one.returns[game]:.2f}" if game in one.returns else "–" for game in GAMES]
+        lines.append(
+            f"| {name} | {one.elo:.0f} ± {one.stderr:.0f} | {one.nash_average:.0%} | {one.worst:.0%} | {one.nemesis} | "
+            f"{' | '.join(returns)} |"
+        )
+    for result in players.values():
+        facts = [f"{game}: exploitability {gap:.3f}" for game, gap in result.exploitability.items()]
+        if facts or result.notes:
+            lines += ["", f"**{result.player}**: {'; '.join([*facts, *result.notes])}."]
+    path = folder / "leaderboard.md"
+    atomic_write(path, "\n".join([*lines, ""]).encode())
+    return path
