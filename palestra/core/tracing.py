@@ -162,20 +162,23 @@ def trace_context() -> TraceContext | None:
     return carrier | {"url": _tracing.url}
 
 
-@contextmanager
-def continue_trace(context: TraceContext | None) -> Iterator[None]:
+def continue_trace(context: TraceContext | None) -> AbstractContextManager[Any]:
     """Context in which new spans are children of `context`, from another process or thread. Starts tracing in this
     process; with None it does nothing. Raises ValueError if the SDK is not installed here."""
     if context is None:
-        yield
-        return
-    _start(context["url"])
+        return _OFF
+    return _continue_in(context)
+
+
+@contextmanager
+def _continue_in(carrier: TraceContext) -> Iterator[None]:
+    _start(carrier["url"])
     from opentelemetry.context import attach, detach
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    outer = TraceContextTextMapPropagator().extract(context)
-    base = _base.set(outer)
-    current = attach(outer)
+    context = TraceContextTextMapPropagator().extract(carrier)
+    base = _base.set(context)
+    current = attach(context)
     try:
         yield
     finally:
