@@ -60,6 +60,7 @@ NEWEST = {"league": "main_0-2", "pbt": "learner_1-2"}
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.few(2)
 def test_sides_train_against_each_other(tmp_path: Path, plan: dict[str, Any]) -> None:
     config = validate(PopulationConfig, TREE | {"population": plan})
     assert sides_of_run(config) == Sides(("left", "right"), ((0, 2), (1, 3)))
@@ -74,6 +75,7 @@ def test_sides_train_against_each_other(tmp_path: Path, plan: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.few(2)
 def test_one_population_plays_both_sides(tmp_path: Path, plan: dict[str, Any]) -> None:
     """Each member's games are of whole sides, and a member against itself earns nothing."""
     config = validate(PopulationConfig, TREE | {"symmetric": True, "population": plan})

@@ -133,6 +133,7 @@ def printed(checkout: Path, script: str, *commands: list[str]) -> list[str]:
     return done.stdout.split("END\n")[:-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [["--quick"], ["--parts", "envs"]])
 @pytest.mark.few(1)
 def test_a_page_is_not_written_from_a_part_of_its_figures(part: list[str], checkout: Path) -> None:
@@ -154,6 +155,7 @@ def test_published_figures_are_those_of_the_page(checkout: Path) -> None:
     assert json.loads(lines[-1])["figures"] == {"a": 2.0}
 
 
+@pytest.mark.slow
 def test_rows_are_listed_and_a_name_that_matches_none_is_refused(checkout: Path) -> None:
     """Rows that choose a learning rate are not compared with the published score."""
     given = ["--list", "--only", "plan_path/team + GRPO, equal samples/"]

@@ -108,6 +108,7 @@ def open_umask() -> Iterator[None]:
     os.umask(before)
 
 
+@pytest.mark.slow
 def test_files_are_private_and_embedded_requests_of_pages_refused(open_umask: None, data: Path) -> None:
     server = Server(data)
     try:

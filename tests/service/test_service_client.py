@@ -219,6 +219,7 @@ def test_off_policy_correction_is_the_same_remotely(server: Server, tmp_path: Pa
     assert_alike(theirs, [{k: v for k, v in line.items() if k != "entropy"} for line in ours])
 
 
+@pytest.mark.slow
 def test_stage_reference_is_the_same_remotely_also_after_resume(server: Server, tmp_path: Path) -> None:
     """Also after a stop in the middle of a stage."""
     stages = [{"steps": 1, "algorithm": ELSEWHERE["sft"]}, {"steps": 2, "algorithm": ELSEWHERE["kl"]}]

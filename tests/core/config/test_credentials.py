@@ -123,6 +123,7 @@ def test_long_words_are_read_in_linear_time(text: str) -> None:
     assert time.process_time() - start < 1.0  # 5 s or more if each start of a word is read to its end
 
 
+@pytest.mark.slow
 def test_one_of_four_starts_of_one_name_trains(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(yaml.safe_dump(GAME | {"env_steps": 60_000}))

@@ -82,7 +82,7 @@ def cooperative_actions(env: ForagingEnv, share: float, rng: np.random.Generator
 # The package creates float32 boxes with float64 bounds.
 @pytest.mark.filterwarnings("ignore:.*precision lowered by casting.*:UserWarning")
 @pytest.mark.parametrize("options", VARIANTS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_games_equal_the_lbforaging_package(options: dict[str, Any]) -> None:
     rng, eaten, cut = np.random.default_rng(1), 0, 0
     for seed in range(6):

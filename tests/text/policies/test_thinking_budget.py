@@ -217,6 +217,7 @@ def test_forced_tokens_have_no_weight(thinker, name):
     assert all(w.grad is None or not w.grad.any() for pair in trainer.adapter.weights.values() for w in pair)
 
 
+@pytest.mark.slow
 def test_training_resumes_exactly_and_the_agent_is_served(thinker, tmp_path):
     """Stored episodes know the forced tokens; a stopped run resumes byte for byte; the served agent thinks as long."""
     tree = config_of(thinker, GRPO, save_episodes_every=1, checkpoint_every=1, max_num_seqs=3)

@@ -572,6 +572,7 @@ def assert_nothing_was_lost(run, left, steps):
     assert max(len(finished) for finished, _, _ in left) > 6 and not (run / "buffer").exists()
 
 
+@pytest.mark.slow
 def test_a_kill_loses_no_episode(base, tmp_path):
     assert_nothing_was_lost(*kill_repeatedly(tmp_path / "a", base, 1, 8), 8)
 

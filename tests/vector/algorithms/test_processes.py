@@ -42,6 +42,7 @@ def test_learner_waits_until_all_processes_are_ready(config: Any) -> None:
         assert learner.steps == steps
 
 
+@pytest.mark.slow
 def test_two_processes_in_a_game_of_turns_begin_to_learn_together(tmp_path: Path) -> None:
     """Their buffers fill at different speeds: a process that started to learn alone would wait for the other's
     gradients forever."""

@@ -68,6 +68,7 @@ def test_actors_that_fail_to_start_are_reported(capfd: pytest.CaptureFixture[str
     assert "no such game" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_run_with_actors_learns_logs_lag_and_resumes(tmp_path: Path) -> None:
     config = validate(VectorConfig, CONFIG | {"checkpoint_every": 400})
     with Run.create(tmp_path, "", "a") as run:
