@@ -43,28 +43,22 @@ class RunKind(Protocol[Config, Setup]):
     @property
     def name(self) -> Literal["text", "vector", "population"]:
         """Name of the kind."""
-        ...
 
     @property
     def config_type(self) -> type[Config]:
         """Model of the config."""
-        ...
 
     def check(self, config: Config) -> None:
         """Raises ValueError if the parts of the config do not fit together. Starts no process."""
-        ...
 
     def build(self, config: Config) -> Setup:
         """Returns the parts of the run. Raises ValueError if they do not fit together."""
-        ...
 
     def open(self, setup: Setup, open_run: Callable[[], Run]) -> AbstractContextManager[Run | NullRun]:
         """Context with this process's view of the run that `open_run` opens."""
-        ...
 
     def execute(self, setup: Setup, run: Any, config: Config, callbacks: Sequence[Callback] = ()) -> bool:
         """Trains the remaining steps with a progress bar. Returns False if the run was stopped early."""
-        ...
 
 
 class TextRuns:

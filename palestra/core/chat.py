@@ -16,13 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Json = dict[str, Any]
-ESCAPED_CATEGORIES = (
-    "Cc",
-    "Cf",
-    "Cs",
-    "Zl",
-    "Zp",
-)  # Unicode categories that a terminal interprets instead of displaying
+ESCAPED_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")  # of Unicode: a terminal interprets them instead of displaying
 UNESCAPED_CHARS = "\n\t\u200c\u200d"  # exceptions: line ends, tabs, and joiners inside words and emoji
 TOOL_CALL_PATTERN = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
@@ -32,13 +26,13 @@ def escape_control_chars(text: str) -> str:
     `\\x1b`."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(
-        _escape(c) if unicodedata.category(c) in ESCAPED_CATEGORIES and c not in UNESCAPED_CHARS else c for c in text
-    )
+    return "".join(map(_escape_control_char, text))
 
 
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode()
+def _escape_control_char(character: str) -> str:
+    if unicodedata.category(character) in ESCAPED_CATEGORIES and character not in UNESCAPED_CHARS:
+        return character.encode("unicode_escape").decode()
+    return character
 
 
 @dataclass(frozen=True)
@@ -74,9 +68,10 @@ def parse_assistant_message(text: str) -> Json:
     calls: list[ToolCall] = []
 
     def take(found: re.Match[str]) -> str:
-        call = parse_tool_call(found[1])
-        calls.extend([call] if call else [])
-        return "" if call else found[0]
+        if (call := parse_tool_call(found[1])) is None:
+            return found[0]
+        calls.append(call)
+        return ""
 
     content = TOOL_CALL_PATTERN.sub(take, text).strip()
     message: Json = {"role": "assistant", "content": content}
@@ -97,7 +92,9 @@ def parse_tool_call(text: str) -> ToolCall | None:
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return None
     arguments = found.get("arguments", {})
-    return ToolCall(found["name"], arguments) if isinstance(arguments, dict) else None
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(found["name"], arguments)
 
 
 def tool_calls_of(message: Json) -> list[ToolCall]:
@@ -142,13 +139,26 @@ def messages_after(chat: Chat, earlier: Chat, answer: str) -> tuple[Json, ...] |
     wanted = parse_assistant_message(answer)
     if not (same_message(said, wanted) or same_message(without_thought, wanted)):
         return None
-    return chat.messages[n + 1 :] if all(map(same_message, chat.messages, earlier.messages)) else None
+    if not all(map(same_message, chat.messages, earlier.messages)):
+        return None
+    return chat.messages[n + 1 :]
 
 
-def with_system(messages: Sequence[Json], system: str) -> list[Json]:
-    """Returns the messages after the system message `system`, which replaces a leading system message."""
-    rest = messages[1:] if messages and messages[0].get("role") == "system" else messages
-    return [{"role": "system", "content": system}, *rest]
+def with_system(messages: Sequence[Json], system: str | None) -> list[Json]:
+    """Returns the messages after the system message `system`, which replaces a leading system message (None: as they
+    are)."""
+    if system is None:
+        return list(messages)
+    if messages and messages[0].get("role") == "system":
+        messages = messages[1:]
+    return [{"role": "system", "content": system}, *messages]
+
+
+def with_reasoning(message: Json, thought: str) -> Json:
+    """Returns an assistant's message with its thought, if it has one, as `reasoning_content`."""
+    if not thought:
+        return message
+    return message | {"reasoning_content": thought}
 
 
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -184,8 +194,10 @@ def to_template_message(message: Json) -> Json:
 
 
 def _template_call(call: Json) -> Json:
-    named = {"id": str(call["id"])} if call.get("id") is not None else {}
-    return {**named, "type": "function", "function": _function(call)}
+    converted = {"type": "function", "function": _function(call)}
+    if call.get("id") is None:
+        return converted
+    return {"id": str(call["id"]), **converted}
 
 
 def thought_of(message: Json) -> str:
@@ -196,7 +208,9 @@ def thought_of(message: Json) -> str:
 
 def with_thought(text: str, thought: str | None) -> str:
     """Returns an answer's text after its thought, between <think> and </think>."""
-    return f"<think>\n{thought}\n</think>\n\n{text}" if thought else text
+    if not thought:
+        return text
+    return f"<think>\n{thought}\n</think>\n\n{text}"
 
 
 def part_thought(text: str) -> tuple[str, str]:
@@ -204,8 +218,9 @@ def part_thought(text: str) -> tuple[str, str]:
     where the prompt has begun the thought, the second where the answer was cut: all of it is a thought then."""
     begins = text.lstrip()
     thought, ended, rest = begins.removeprefix("<think>").partition("</think>")
-    is_thought = begins.startswith("<think>") or (ended and "<think>" not in thought)
-    return (thought.strip(), rest.lstrip()) if is_thought else ("", text)
+    if begins.startswith("<think>") or (ended and "<think>" not in thought):
+        return thought.strip(), rest.lstrip()
+    return "", text
 
 
 def _function(call: Json) -> Json:

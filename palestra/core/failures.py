@@ -171,7 +171,9 @@ def _without_credentials(text: str, most: int, first: int) -> str:
 
 def _cut_middle(text: str, most: int, first: int) -> str:
     """Returns `text`; if it is longer than `most` characters, its first `first` characters and its end."""
-    return text if len(text) <= most else f"{text[:first]}\n... (cut) ...\n{text[-(most - first) :]}"
+    if len(text) <= most:
+        return text
+    return f"{text[:first]}\n... (cut) ...\n{text[-(most - first) :]}"
 
 
 class ContextLengthExceeded(ValueError):

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from palestra.core.plain_values import short_repr
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -94,7 +96,8 @@ def atomic_folder(
     temporary.mkdir(parents=True)
     write(temporary)
     if durable:
-        _sync_tree(temporary)
+        for written in [*temporary.rglob("*"), temporary]:
+            fsync_path(written)
     sizes = {
         str(file.relative_to(temporary)): file_size(file) for file in sorted(temporary.rglob("*")) if file.is_file()
     }
@@ -131,22 +134,19 @@ def fsync_path(path: Path) -> None:
 
 def path_inside(root: str | Path, relative: str) -> Path:
     """Returns `root / relative`, for a `relative` that was read from data. Every such path must be checked here before
-    use.
-
-    Raises DamagedFile unless it consists of names joined by "/" that stay inside `root`: not for an absolute path,
-    "..", an empty or too long name, a NUL, or a symbolic link that leads out.
-    """
-    names = relative.split("/") if isinstance(relative, str) else []
-    path = Path(root, *names) if names and all(map(_plain_name, names)) else None
-    if path is None or not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
-        shown = repr(relative) if len(repr(relative)) < 80 else f"{repr(relative)[:80]}..."
+    use. Raises DamagedFile unless it consists of names joined by "/" that stay inside `root`: not for an absolute path,
+    "..", an empty or too long name, a NUL, or a symbolic link that leads out."""
+    path = Path(root, str(relative))
+    is_plain = isinstance(relative, str) and all(map(_is_plain_name, relative.split("/")))
+    if not is_plain or not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
         raise DamagedFile(
-            f"{shown} is not a path inside {root}: it must name something there, without links that leave"
+            f"{short_repr(relative)} is not a path inside {root}: it must name something there, without links that "
+            "leave"
         )
     return path
 
 
-def _plain_name(name: str) -> bool:
+def _is_plain_name(name: str) -> bool:
     return name not in ("", ".", "..") and "\0" not in name and len(name.encode(errors="replace")) <= MAX_NAME_BYTES
 
 
@@ -285,11 +285,8 @@ def to_checksummed_line(values: Mapping[str, Any]) -> bytes:
 
 def read_checksummed(path: Path) -> list[dict[str, Any]]:
     """Returns the lines of a .jsonl file that `to_checksummed_line` made, without the checksums. An incomplete last
-    line is ignored.
-
-    Raises OSError if there is no such file, and DamagedFile with the line number if a line differs from what was
-    written.
-    """
+    line is ignored. Raises OSError if there is no such file, and DamagedFile with the line number if a line differs
+    from what was written."""
     lines = read_bytes(path).split(b"\n")[:-1]
     return [parse_checksummed(path, number, line) for number, line in enumerate(lines, start=1)]
 
@@ -310,10 +307,8 @@ def _seal(line: bytes) -> str:
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """Returns the lines of a .jsonl file; [] if it does not exist. An incomplete last line is ignored.
-
-    Raises DamagedFile with the line number if a line is not a JSON object.
-    """
+    """Returns the lines of a .jsonl file; [] if it does not exist. An incomplete last line is ignored. Raises
+    DamagedFile with the line number if a line is not a JSON object."""
     path = Path(path)
     lines = read_bytes(path).split(b"\n")[:-1] if path.exists() else []
     try:
@@ -353,10 +348,8 @@ def read_json(path: Path, kind: type[T], missing: T | None = None) -> T:
 
 
 def parse_line(path: Path | str, number: int, line: bytes, hint: str) -> dict[str, Any]:
-    """Returns the JSON object of line `number` of a .jsonl file.
-
-    Raises ValueError, with `hint` as the likely cause, if the line is not a JSON object.
-    """
+    """Returns the JSON object of line `number` of a .jsonl file. Raises ValueError, with `hint` as the likely cause, if
+    the line is not a JSON object."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -371,8 +364,7 @@ def filter_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     if path.exists():
         old = path.read_bytes()
         pairs = zip(old.split(b"\n"), read_lines(path), strict=False)
-        new = b"".join(raw + b"\n" for raw, line in pairs if keep(line))
-        if new != old:
+        if (new := b"".join(raw + b"\n" for raw, line in pairs if keep(line))) != old:
             atomic_write(path, new)
 
 
@@ -393,11 +385,6 @@ def to_json_types(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [to_json_types(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        fsync_path(path)
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:

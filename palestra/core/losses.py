@@ -114,7 +114,9 @@ def kl_estimates(logp_M: Tensor, ref_logp_M: Tensor, estimator: KLEstimator) -> 
     gap_M = logp_M - ref_logp_M
     if estimator == "k1":
         return gap_M
-    return 0.5 * gap_M.square() if estimator == "k2" else torch.exp(-gap_M) - 1 + gap_M
+    if estimator == "k2":
+        return 0.5 * gap_M.square()
+    return torch.exp(-gap_M) - 1 + gap_M
 
 
 def correct_mismatch(
@@ -160,8 +162,7 @@ def importance_weight(
     if mode in ("sequence_truncate", "sequence_mask"):
         if sequence_M is None:
             raise ValueError(f"importance_mode: {mode} needs the number of each token's sequence")
-        count = int(sequence_M.max()) + 1 if len(sequence_M) else 0
-        gap_M = gap_M.new_zeros(count).index_add_(0, sequence_M, gap_M)[sequence_M]
+        gap_M = _sequence_sum(gap_M, sequence_M)
     ratio_M = torch.exp(gap_M)
     outside_M = (ratio_M > cap) | (ratio_M < floor)
     if mode in ("token_truncate", "sequence_truncate"):
@@ -341,8 +342,7 @@ def gspo_loss(
     1.0004. A sequence must not be split over micro-batches. Raises ValueError without `sequence_M`, and for a KL
     penalty without `ref_logp_M`.
     """
-    sequence_M = tokens.sequence_M
-    if sequence_M is None:
+    if (sequence_M := tokens.sequence_M) is None:
         raise ValueError("gspo needs the number of each token's sequence")
     tokens, mismatch = correct_mismatch(tokens, **importance)
     own = tokens.logp_M - tokens.logp_M.detach()  # zero, with the gradient of logp
@@ -354,12 +354,17 @@ def gspo_loss(
 def _sequence_gap(tokens: LossInputs, sequence_M: Tensor, mask_M: Tensor | None) -> Tensor:
     """Returns the mean of logp - old_logp over the masked tokens of each token's sequence [M], without gradients."""
     gap_M = (tokens.logp_M - tokens.old_logp_M).detach()
-    marked_M = ((tokens.weight_M if mask_M is None else mask_M) != 0).to(gap_M.dtype)
-    count = int(sequence_M.max()) + 1 if len(sequence_M) else 0
+    if mask_M is None:
+        mask_M = tokens.weight_M
     # not a product with the mask: an infinite gap of an unmarked token would give NaN
-    sums = gap_M.new_zeros(count).index_add_(0, sequence_M, torch.where(marked_M != 0, gap_M, 0.0))
-    marks = gap_M.new_zeros(count).index_add_(0, sequence_M, marked_M)
-    return (sums / marks.clamp(min=1))[sequence_M]
+    sum_M = _sequence_sum(torch.where(mask_M != 0, gap_M, 0.0), sequence_M)
+    return sum_M / _sequence_sum((mask_M != 0).to(gap_M.dtype), sequence_M).clamp(min=1)
+
+
+def _sequence_sum(value_M: Tensor, sequence_M: Tensor) -> Tensor:
+    """Returns the sum of the values of each token's sequence [M]."""
+    count = int(sequence_M.max()) + 1 if len(sequence_M) else 0
+    return value_M.new_zeros(count).index_add_(0, sequence_M, value_M)[sequence_M]
 
 
 def _ratio(tokens: LossInputs) -> Tensor:
@@ -380,9 +385,8 @@ def _clipped_surrogate(
     with torch.no_grad():  # a token whose value a bound changes has no gradient, so autograd need not see the bounds
         bounded = torch.minimum(worth, _between(ratio, low, high) * tokens.advantage_M)
         if dual_clip is not None:
-            bounded = torch.maximum(
-                bounded, torch.where(tokens.advantage_M < 0, dual_clip * tokens.advantage_M, -torch.inf)
-            )
+            least = torch.where(tokens.advantage_M < 0, dual_clip * tokens.advantage_M, -torch.inf)
+            bounded = torch.maximum(bounded, least)
         silenced = bounded != worth
     worth = torch.where(silenced, bounded, worth)
     loss = -(tokens.weight_M * worth).sum()

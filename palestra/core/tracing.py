@@ -97,12 +97,11 @@ def tracing_to(url: str | None) -> Iterator[None]:
         stop_tracing()
 
 
-def _start(url: str) -> _Tracing:
+def _start(url: str) -> None:
     global _tracing
     if _tracing is None or _tracing.url != url:
         stop_tracing()
         _tracing = _Tracing(url)
-    return _tracing
 
 
 def stop_tracing() -> None:
@@ -158,13 +157,17 @@ def trace_context() -> TraceContext | None:
 
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier)
-    return carrier | {"url": _tracing.url} if carrier else None
+    if not carrier:
+        return None
+    return carrier | {"url": _tracing.url}
 
 
 def continue_trace(context: TraceContext | None) -> AbstractContextManager[Any]:
     """Context in which new spans are children of `context`, from another process or thread. Starts tracing in this
     process; with None it does nothing. Raises ValueError if the SDK is not installed here."""
-    return _OFF if context is None else _continue_in(context)
+    if context is None:
+        return _OFF
+    return _continue_in(context)
 
 
 @contextmanager
@@ -186,4 +189,4 @@ def _continue_in(carrier: TraceContext) -> Iterator[None]:
 def _base_context() -> Any:
     from opentelemetry.context import Context
 
-    return Context() if _base.get() is None else _base.get()
+    return _base.get() or Context()

@@ -138,14 +138,17 @@ class Node:
         """Success of all seats that the env reports in this step, from 0 to 1; None if it reports none, or one by
         seat."""
         success = self.info.get("success")
-        return None if success is None or isinstance(success, dict) else float(success)
+        if success is None or isinstance(success, dict):
+            return None
+        return float(success)
 
     @property
     def seat_success(self) -> dict[Seat, float]:
         """Success that the env reports by seat in this step, as opponents have it; empty if it reports none so."""
         success = self.info.get("success")
-        own = success.items() if isinstance(success, dict) else ()
-        return {seat: float(value) for seat, value in own if value is not None}
+        if not isinstance(success, dict):
+            return {}
+        return {seat: float(value) for seat, value in success.items() if value is not None}
 
     def reward(self, seat: Seat, team_weight: float = 1.0) -> float:
         """Returns the mixed reward of `seat` for this step: team_weight * team reward + local reward."""
@@ -165,7 +168,9 @@ class Node:
         """Returns why the env rejected this seat's answer: `info["why_invalid"]`, a text or a mapping from seat to
         text; "" if the env does not say."""
         reason = self.info.get("why_invalid", "")
-        return str(reason.get(seat, "") if isinstance(reason, dict) else reason)
+        if isinstance(reason, dict):
+            reason = reason.get(seat, "")
+        return str(reason)
 
 
 @dataclass
@@ -220,21 +225,24 @@ class Episode:
             return 1.0
         parents = {node.parent for node in self.nodes}
         ends = [node for node in self.nodes if node.id not in parents]
-        return sum(n.is_lost and n.error != NO_REWARD for n in ends) / len(ends) if ends else 0.0
+        return sum(n.is_lost and n.error != NO_REWARD for n in ends) / max(len(ends), 1)
 
     @property
     def success(self) -> float | None:
         """Mean success of the finished chosen trajectories, from 0 to 1. One that reports none, such as one that was
         cut off, counts as 0; None if none reports it or the episode failed."""
         ends = [node.success for node in self.leaves() if node.chosen]
-        known = self.error is None and any(end is not None for end in ends)
-        return float(np.mean([end or 0.0 for end in ends])) if known else None
+        if self.error is not None or all(end is None for end in ends):
+            return None
+        return float(np.mean([end or 0.0 for end in ends]))
 
     @property
     def seat_success(self) -> dict[Seat, float]:
         """Mean success by seat of the finished chosen trajectories, for seats of which some reports it; the others
         count as 0. Empty if the episode failed."""
-        ends = [] if self.error is not None else [node.seat_success for node in self.leaves() if node.chosen]
+        if self.error is not None:
+            return {}
+        ends = [node.seat_success for node in self.leaves() if node.chosen]
         seats = dict.fromkeys(chain.from_iterable(ends))
         return {seat: float(np.mean([end.get(seat, 0.0) for end in ends])) for seat in seats}
 
@@ -281,14 +289,14 @@ class Sample:
 def is_sampled(answer: Answer | Sample) -> np.ndarray:
     """Returns whether each token [T] of an answer or a sample was sampled, bool. One that was forced, such as the end
     of a thought without budget, is part of the text, and of no mean over tokens."""
-    mask = answer.sampling_mask
-    return np.ones(len(answer.token_ids), bool) if mask is None else ~mask.is_forced
+    if answer.sampling_mask is None:
+        return np.ones(len(answer.token_ids), bool)
+    return ~answer.sampling_mask.is_forced
 
 
 def num_sampled(answer: Answer | Sample) -> int:
     """Returns the number of tokens of an answer or a sample that were sampled."""
-    mask = answer.sampling_mask
-    return len(answer.token_ids) - (0 if mask is None else int(mask.is_forced.sum()))
+    return int(is_sampled(answer).sum())
 
 
 @dataclass(frozen=True)
@@ -344,7 +352,9 @@ class RolloutBatch:
     def seats_terminated(self) -> np.ndarray:
         """Seats that terminated at step t or earlier in the same game, bool [T, B, N]: their future value is 0."""
         whole = np.repeat(self.terminated[..., None], self.rewards.shape[2], 2)
-        return whole if self.seat_terminated is None else whole | self.seat_terminated
+        if self.seat_terminated is None:
+            return whole
+        return whole | self.seat_terminated
 
     @property
     def seats_done(self) -> np.ndarray:
@@ -353,6 +363,4 @@ class RolloutBatch:
 
 
 Metrics = dict[str, float]
-AlgorithmState = dict[
-    str, Any
-]  # state that an algorithm or a curriculum keeps between steps; must be JSON-serialisable
+AlgorithmState = dict[str, Any]  # of an algorithm or a curriculum, kept between steps; must be JSON-serialisable

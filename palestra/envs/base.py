@@ -67,7 +67,8 @@ class Env(ABC):
         """Returns an independent copy of the game in its current state."""
         if self.replaces_state:
             return copy.copy(self)
-        return copy.deepcopy(self, {id(value): _same_state(value) for value in _generators(self)})
+        generators = [value for value in vars(self).values() if type(value) is random.Random]
+        return copy.deepcopy(self, {id(rng): _same_state(rng) for rng in generators})
 
     def instance_of(self, seed: int) -> Any:
         """Returns what identifies the instance of `seed`, a number, a text or a tuple of such, by default the seed:
@@ -82,11 +83,6 @@ class Env(ABC):
 
     def close(self) -> Awaitable[None] | None:  # noqa: B027 - most envs hold no resources
         """Releases the resources of the env."""
-
-
-def _generators(env: Env) -> list[random.Random]:
-    """Returns the generators of random numbers among the attributes of an env."""
-    return [value for value in vars(env).values() if type(value) is random.Random]
 
 
 def _same_state(rng: random.Random) -> random.Random:
@@ -173,24 +169,26 @@ class _Check:
         """Forks half-way and plays both to the end, the original first, then again with the fork first."""
         half = len(game.actions) // 2
         fix = "fork must copy whatever step changes"
-        for fork_first in (False, True):
+        for place in ("last", "first"):
             env = self.make_env()
             self.call(env.reset, self.seed)
             for action in game.actions[:half]:
                 self.call(env.step, action)
             twin = self.call(env.fork)
             order = [(twin, "a fork"), (env, "the original of a fork")]
-            for player, label in order if fork_first else order[::-1]:
-                self.replay_from(player, game, half, f"{label} (forks play {'first' if fork_first else 'last'})", fix)
+            if place == "last":
+                order.reverse()
+            for player, label in order:
+                self.replay_from(player, game, half, f"{label} (forks play {place})", fix)
             self.call(env.close)
             self.call(twin.close)
 
-    def check_bad_actions(self, most: int = 5) -> None:
+    def check_bad_actions(self) -> None:
         """Checks that invalid actions do not raise."""
         for bad in BAD_ACTIONS:
             env = self.make_env()
             step = self.call(env.reset, self.seed)
-            for _ in range(most):
+            for _ in range(5):
                 if step.done:
                     break
                 try:
@@ -249,8 +247,11 @@ class _Check:
 
     def result(self, method: Callable[..., Any], *arguments: Any) -> Any:
         result = method(*arguments)
-        result = self.runner.run(result) if inspect.iscoroutine(result) else result
-        return require_step(result, method.__name__) if method.__name__ in ("reset", "step") else result
+        if inspect.iscoroutine(result):
+            result = self.runner.run(result)
+        if method.__name__ in ("reset", "step"):
+            require_step(result, method.__name__)
+        return result
 
     def fail(self, what: str, fix: str) -> None:
         raise ValueError(f"env {type(self.make_env()).__name__}, seed {self.seed}: {what}. Fix: {fix}.")

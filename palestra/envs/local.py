@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from itertools import count
+from itertools import chain, count
 from typing import Any, get_type_hints
 
 from palestra.core.config.user_modules import import_path
@@ -37,9 +37,10 @@ def env_config(env: Any) -> dict[str, Any]:
     """
     cls = made_class(env)
     package = package_of(cls)
-    path = import_path(env) if inspect.isclass(env) or (package and inspect.isfunction(env)) else ""
-    if path:
-        return {"type": package, KEYS_OF_PATHS[package]: path} if package else {"type": path}
+    if (inspect.isclass(env) or (package and inspect.isfunction(env))) and (path := import_path(env)):
+        if package:
+            return {"type": package, KEYS_OF_PATHS[package]: path}
+        return {"type": path}
     name = cls.__name__
     if package:
         factory = adapt_env(env, cls)
@@ -48,7 +49,7 @@ def env_config(env: Any) -> dict[str, Any]:
         cls = _factory_class(env, cls)
         if own := getattr(env, "name", ""):
             return {"type": _register(own, env, cls)}
-    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
     return {"type": _register(next(n for n in names if _sources.get(f"{LOCAL_PREFIX}{n}", env) is env), env, cls)}
 
 
@@ -59,12 +60,13 @@ def made_class(env: Any) -> type:
     elif callable(env):
         made = new_env(env, {"num_envs": 1} if "num_envs" in inspect.signature(env).parameters else {})
         cls, what = type(made), f"{env!r:.60}, which returned a {type(made).__name__}"
-        close = getattr(made, "close", None)
-        if close and not inspect.iscoroutinefunction(close):
+        if (close := getattr(made, "close", None)) and not inspect.iscoroutinefunction(close):
             close()
     elif isinstance(env, Env | VectorEnv) or package_of(type(env)):
         name = type(env).__name__
-        known = f', or {{"type": "gymnasium", "id": "{env.spec.id}"}}' if getattr(env, "spec", None) else ""
+        known = ""
+        if getattr(env, "spec", None):
+            known = f', or {{"type": "gymnasium", "id": "{env.spec.id}"}}'
         raise ValueError(f"env is an instance, and several are played: give {name}, or lambda: {name}(...){known}")
     else:
         cls, what = type(env), f"{env!r:.60}"

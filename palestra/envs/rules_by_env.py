@@ -55,6 +55,6 @@ def why_no_rules(env_type: str, **options: Any) -> str:
     known."""
     if env_type != "openspiel":
         return ""
-    from palestra.envs.adapters.openspiel import why_no_openspiel_rules
+    from palestra.envs.adapters.openspiel import DEFAULT_GAME, why_no_openspiel_rules
 
-    return why_no_openspiel_rules(options["game"]) if "game" in options else why_no_openspiel_rules()
+    return why_no_openspiel_rules(options.get("game", DEFAULT_GAME))

@@ -59,13 +59,15 @@ def checked_step(step: Step, env: str, seats: Iterable[Seat]) -> Step:
 
 def _check_success(success: Any, env: str, seats: Collection[Seat]) -> None:
     """Raises ValueError, with the env's name, for a success that is none, and for that of unknown seats."""
-    by_seat = success if isinstance(success, Mapping) else {}
-    if unknown := [seat for seat in by_seat if seat not in seats]:
-        raise ValueError(
-            f'env "{env}" reports the success of seat {short_repr(unknown[0])}, and its seats are {", ".join(seats)}: '
-            "correct the name"
-        )
-    for value in by_seat.values() if isinstance(success, Mapping) else [success]:
+    values = [success]
+    if isinstance(success, Mapping):
+        values = list(success.values())
+        if unknown := [seat for seat in success if seat not in seats]:
+            raise ValueError(
+                f'env "{env}" reports the success of seat {short_repr(unknown[0])}, and its seats are '
+                f"{', '.join(seats)}: correct the name"
+            )
+    for value in values:
         if value is not None and not is_share(value):
             raise ValueError(
                 f'env "{env}" reports the success {short_repr(value)} ({type(value).__name__}) in its info: give True, '
@@ -78,15 +80,22 @@ def _check_flags(step: Step, env: str, seats: Collection[Seat]) -> None:
     cut-off of an episode that goes on."""
     invalid = step.info.get("invalid")
     reason = step.info.get("why_invalid")
-    flagged = list(invalid) if isinstance(invalid, Mapping | list | tuple | set) else []
-    flags = list(invalid.values()) if isinstance(invalid, Mapping) else [] if flagged else [invalid or False]
-    flags += [step.truncated, step.info.get("no_reward") or False]
+    named = [*(step.legal_actions or ())]
+    flags = [step.truncated, step.info.get("no_reward") or False]
+    if isinstance(invalid, Mapping):
+        named += invalid
+        flags += invalid.values()
+    elif isinstance(invalid, list | tuple | set):
+        named += invalid
+    else:
+        flags.append(invalid or False)
+    if isinstance(reason, Mapping):
+        named += reason
     if wrong := [flag for flag in flags if to_flag(flag) is None]:
         raise ValueError(
             f'env "{env}" gives {short_repr(wrong[0])} where True or False is meant (truncated, info["invalid"] for '
             'the step or by seat, info["no_reward"])'
         )
-    named = [*flagged, *(reason if isinstance(reason, Mapping) else ()), *(step.legal_actions or ())]
     if unknown := [seat for seat in named if seat not in seats]:
         raise ValueError(
             f'env "{env}" names seat {short_repr(unknown[0])} as invalid or with legal actions, and its seats are '
@@ -126,8 +135,9 @@ def to_flag(value: Any) -> bool | None:
     """Returns a truth value, or a number that is 0 or 1, as a truth value; None for anything else."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
-    single = value.ravel()[0] if isinstance(value, np.ndarray) and value.size == 1 else value
-    return {0.0: False, 1.0: True}.get(number(single))  # type: ignore[arg-type]
+    if isinstance(value, np.ndarray) and value.size == 1:
+        value = value.ravel()[0]
+    return {0.0: False, 1.0: True}.get(number(value))  # type: ignore[arg-type]
 
 
 def number(value: Any) -> float | None:
@@ -142,8 +152,7 @@ def number(value: Any) -> float | None:
 
 
 def _reward(value: Any, env: str, payee: str) -> float:
-    reward = number(value)
-    if reward is None:
+    if (reward := number(value)) is None:
         raise ValueError(
             f'env "{env}" gives {payee} a reward of {short_repr(value)} ({type(value).__name__}): rewards must be '
             "finite numbers"

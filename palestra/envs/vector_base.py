@@ -8,7 +8,7 @@ observations differ in length share one array: shorter observations are padded w
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -26,6 +26,8 @@ class Discrete:
     """Action space of one integer, 0 to n-1."""
 
     n: int
+    dtype: ClassVar[type[np.generic]] = np.int32
+    width: ClassVar[int] = 0  # length of an action; 0: it is one number
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,12 @@ class MultiDiscrete:
     """Action space of several integers; the i-th is from 0 to `sizes[i] - 1`."""
 
     sizes: tuple[int, ...]
+    dtype: ClassVar[type[np.generic]] = np.int32
+
+    @property
+    def width(self) -> int:
+        """Length of an action."""
+        return len(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -41,9 +49,25 @@ class Continuous:
 
     low: tuple[float, ...]
     high: tuple[float, ...]
+    dtype: ClassVar[type[np.generic]] = np.float32
+
+    @property
+    def width(self) -> int:
+        """Length of an action."""
+        return len(self.low)
 
 
 Space = Discrete | MultiDiscrete | Continuous
+
+
+def zero_actions(
+    action_spaces: Sequence[Space], games: tuple[int, ...], zeros: Callable[..., np.ndarray] = np.zeros
+) -> np.ndarray:
+    """Returns actions of zeros [*games, N, ...] in the shape and dtype that `VectorEnv.step` takes, made by `zeros`."""
+    shape = (*games, len(action_spaces))
+    if not isinstance(action_spaces[0], Discrete):
+        shape += (max(space.width for space in action_spaces),)
+    return zeros(shape, action_spaces[0].dtype)
 
 
 @dataclass
@@ -88,11 +112,13 @@ class VectorStep:
         """Games that this step ended, bool [B]."""
         return np.logical_or(self.terminated, self.truncated)
 
+    def arrays(self) -> Arrays:
+        """Returns the arrays, not copied, by their names."""
+        return {name: array for name, array in vars(self).items() if array is not None}
+
     def map_arrays(self, change: Callable[[np.ndarray], np.ndarray]) -> Self:
         """Returns a step with `change` applied to every array; None stays None."""
-        values = {part.name: getattr(self, part.name) for part in fields(self)}
-        changed: dict[str, Any] = {name: None if value is None else change(value) for name, value in values.items()}
-        return type(self)(**changed)
+        return type(self)(**{name: change(array) for name, array in self.arrays().items()})
 
     def copy(self) -> Self:
         """Returns a step with copies of all arrays."""
@@ -138,20 +164,26 @@ def empty_step(
     `seat_terminated`."""
     B = num_envs
     N = num_seats
-    success = np.zeros((B, N), np.float32) if reports_success == "by_seat" else np.zeros(B, bool)
-    return VectorStep(
+    step = VectorStep(
         obs=np.zeros((B, N, *observation_shape), dtype),
         final_obs=np.zeros((B, N, *observation_shape), dtype),
         agent_mask=np.ones((B, N), bool),
         rewards=np.zeros((B, N), np.float32),
         terminated=np.zeros(B, bool),
         truncated=np.zeros(B, bool),
-        action_mask=None if num_actions is None else np.ones((B, N, num_actions), bool),
-        state=np.zeros((B, state_size), np.float32) if state_size else None,
-        final_state=np.zeros((B, state_size), np.float32) if state_size else None,
-        success=success if reports_success else None,
-        seat_terminated=np.zeros((B, N), bool) if has_seat_terminated else None,
     )
+    if num_actions is not None:
+        step.action_mask = np.ones((B, N, num_actions), bool)
+    if state_size:
+        step.state = np.zeros((B, state_size), np.float32)
+        step.final_state = np.zeros((B, state_size), np.float32)
+    if reports_success == "by_seat":
+        step.success = np.zeros((B, N), np.float32)
+    elif reports_success:
+        step.success = np.zeros(B, bool)
+    if has_seat_terminated:
+        step.seat_terminated = np.zeros((B, N), bool)
+    return step
 
 
 class Entities(NamedTuple):
@@ -222,17 +254,13 @@ class VectorEnv(ABC):
         return None
 
     def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:
-        """Restores what `save` returned; returns the `VectorStep` of that step.
-
-        Raises ValueError if the env cannot be saved, and GamesDiffer if its games cannot be restored.
-        """
+        """Restores what `save` returned; returns the `VectorStep` of that step. Raises ValueError if the env cannot be
+        saved, and GamesDiffer if its games cannot be restored."""
         raise ValueError(f"{self.name or type(self).__name__} cannot save its games, so none can be loaded")
 
     def scripted_actions(self, name: str, seat: int) -> np.ndarray:
         """Returns the actions int32 [B] of the scripted player `name` at seat number `seat` for the current step.
-
-        Raises ValueError if the env has no such scripted player.
-        """
+        Raises ValueError if the env has no such scripted player."""
         known = ", ".join(self.scripted_policies) or "none"
         raise ValueError(f'env "{self.name}" has no scripted player "{name}"; it has: {known}')
 

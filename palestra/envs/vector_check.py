@@ -6,7 +6,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, VectorEnv, VectorStep, find_difference
+from palestra.envs.vector_base import (
+    Continuous,
+    Discrete,
+    MultiDiscrete,
+    Space,
+    VectorEnv,
+    VectorStep,
+    find_difference,
+    zero_actions,
+)
 
 RANDOM_ACTION_BOUND = 1e3  # random play replaces infinite bounds by this
 MakeVectorEnv = Callable[[int], VectorEnv]
@@ -79,8 +88,7 @@ class _Check:
         env.reset(self.seeds)
         for action in actions[:half]:
             env.step(action.copy())
-        saved = env.save()
-        if saved is None:
+        if (saved := env.save()) is None:
             return
         kept = {name: array.copy() for name, array in saved.items()}
         for action in actions[half:]:
@@ -131,17 +139,18 @@ class _Check:
                 "needs an observation shape and an action space for each seat, of one kind", "correct both tuples"
             )
         view = tuple(np.max([list(v) for v in env.observation_shapes], axis=0))
-        obs_dtype = vector_step.obs.dtype if vector_step.obs.dtype == np.uint8 else np.float32
-        self.shape("obs", vector_step.obs, (B, N, *view), obs_dtype)
+        is_uint8 = vector_step.obs.dtype == np.uint8
+        self.shape("obs", vector_step.obs, (B, N, *view), np.uint8 if is_uint8 else np.float32)
         self.shape("final_obs", vector_step.final_obs, vector_step.obs.shape, vector_step.obs.dtype)
         self.shape("rewards", vector_step.rewards, (B, N), np.float32)
         self.shape("agent_mask", vector_step.agent_mask, (B, N), bool)
         for name in ("terminated", "truncated"):
             self.shape(name, getattr(vector_step, name), (B,), bool)
-        if (success := vector_step.success) is not None:
-            has_seat_success = success.ndim == 2
-            kind = np.float32 if has_seat_success and success.dtype == np.float32 else bool
-            self.shape("success", success, (B, N) if has_seat_success else (B,), kind)
+        success = vector_step.success
+        if success is not None and success.dtype == np.float32:
+            self.shape("success", success, (B, N), np.float32)
+        elif success is not None:
+            self.shape("success", success, (B, N)[: success.ndim], bool)
         if vector_step.seat_terminated is not None:
             self.shape("seat_terminated", vector_step.seat_terminated, (B, N), bool)
         if env.state_size:
@@ -199,33 +208,25 @@ def random_actions(env: VectorEnv, vector_step: VectorStep, rng: np.random.Gener
     """Returns uniform legal actions for all seats, also for seats that do not act, in the shape and dtype that `step`
     takes."""
     B = env.num_envs
-    N = len(env.seats)
-    first = env.action_spaces[0]
-    if isinstance(first, Discrete):
+    if isinstance(env.action_spaces[0], Discrete):
         action_mask = vector_step.action_mask
         if action_mask is None:
             sizes = np.array([_choices(space) for space in env.action_spaces])
-            action_mask = np.broadcast_to(np.arange(sizes.max()) < sizes[:, None], (B, N, sizes.max()))
+            action_mask = np.broadcast_to(np.arange(sizes.max()) < sizes[:, None], (B, len(sizes), sizes.max()))
         return np.argmax(rng.random(action_mask.shape) * action_mask, axis=2).astype(np.int32)
-    if isinstance(first, MultiDiscrete):
-        width = max(len(space.sizes) for space in env.action_spaces if isinstance(space, MultiDiscrete))
-        drawn = np.zeros((B, N, width), np.int32)
-        for seat, space in enumerate(env.action_spaces):
-            assert isinstance(space, MultiDiscrete)
-            drawn[:, seat, : len(space.sizes)] = rng.integers(0, space.sizes, (B, len(space.sizes)))
-        return drawn
-    width = max(len(space.low) for space in env.action_spaces if isinstance(space, Continuous))
-    drawn = np.zeros((B, N, width), np.float32)
+    drawn = zero_actions(env.action_spaces, (B,))
     for seat, space in enumerate(env.action_spaces):
-        assert isinstance(space, Continuous)
-        low = np.maximum(space.low, -RANDOM_ACTION_BOUND)
-        high = np.minimum(space.high, RANDOM_ACTION_BOUND)
-        drawn[:, seat, : len(space.low)] = rng.uniform(low, high, (B, len(space.low)))
+        if isinstance(space, MultiDiscrete):
+            drawn[:, seat, : space.width] = rng.integers(0, space.sizes, (B, space.width))
+        elif isinstance(space, Continuous):
+            low = np.maximum(space.low, -RANDOM_ACTION_BOUND)
+            high = np.minimum(space.high, RANDOM_ACTION_BOUND)
+            drawn[:, seat, : space.width] = rng.uniform(low, high, (B, space.width))
     return drawn
 
 
-def _choices(space: object) -> int:
-    return space.n if isinstance(space, Discrete) else 0
+def _choices(space: Space) -> int:
+    return getattr(space, "n", 0)
 
 
 def _of(vector_step: VectorStep, game: int) -> VectorStep:

@@ -36,14 +36,12 @@ class EvalSetup(Protocol):
     @property
     def policy_names(self) -> dict[Seat, str]:
         """The policy of each seat: a name, see `evaluate`."""
-        ...
 
     def play(
         self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int, on_progress: OnProgress
     ) -> list[EvalResult]:
         """Plays the same held-out episodes with each assignment of policies to seats; returns one result per
         assignment. See `evaluate` for `on_progress`."""
-        ...
 
 
 def evaluate(

@@ -51,7 +51,6 @@ class TaskWorker(Protocol):
         files of the member that the task produces, or None. All randomness must follow from the task's name and the
         run's seed.
         """
-        ...
 
 
 WorkerFactory = Callable[[], TaskWorker]  # must be picklable: a backend calls it in the worker's process
@@ -75,30 +74,24 @@ class Backend(Protocol):
     @property
     def workers(self) -> int:
         """Number of tasks that run at once."""
-        ...
 
     def add_member(self, name: str, folder: Path) -> None:
         """Registers a member, so that tasks that name it in `members` find its files."""
-        ...
 
     def remove_member(self, name: str) -> None:
         """Removes a member that no pending task needs; its folder may then be deleted."""
-        ...
 
     def submit(self, task: Task) -> None: ...
 
     def wait(self, timeout: float | None = None) -> TaskResult | None:
         """Returns the next finished task, or None after `timeout` seconds. Raises ValueError, with the task's name, if
         its worker raised, or died repeatedly."""
-        ...
 
     def cancel_pending(self) -> int:
         """Removes tasks that have not started; returns the number of running ones."""
-        ...
 
     def close(self) -> None:
         """Ends the workers; running tasks are lost."""
-        ...
 
 
 def run_tasks(backend: Backend, tasks: Sequence[Task]) -> Iterator[TaskResult]:

@@ -117,27 +117,22 @@ class Trainer(Protocol[Collected, Update]):
     @property
     def ranks(self) -> ProcessGroup:
         """The processes that run this loop on the same run."""
-        ...
 
     @property
     def notes(self) -> Sequence[str]:
         """Lines for the user about the run, to be printed before it starts."""
-        ...
 
     @property
     def resume_notes(self) -> Sequence[str]:
         """Lines for the user about the checkpoint that `load` read."""
-        ...
 
     @property
     def policy_names(self) -> Sequence[str]:
         """Names of the policies that are trained."""
-        ...
 
     @property
     def steps(self) -> int:
         """Number of training steps of the run."""
-        ...
 
     @property
     def log_every(self) -> int: ...
@@ -145,53 +140,42 @@ class Trainer(Protocol[Collected, Update]):
     @property
     def checkpoint_every(self) -> int:
         """Steps between checkpoints; a multiple of `log_every`."""
-        ...
 
     @property
     def can_save_any_time(self) -> bool:
         """True if `save` leaves the training that follows as it is, so that the clock may decide when to call it."""
-        ...
 
     @property
     def keep_every(self) -> int:
         """Steps between checkpoints that are never pruned; a multiple of `log_every`. 0: only the last."""
-        ...
 
     @property
     def evals(self) -> Sequence[Evaluation]:
         """The held-out evaluations that this process plays."""
-        ...
 
     def open(self, run: RunProtocol, callback: Callback) -> AbstractContextManager[None]:
         """Context for the steps from `run.next_step` on; holds the processes and event loops that they need."""
-        ...
 
     def collect(self, step: int) -> Collected:
         """Plays and returns the episodes or the rollout of `step`."""
-        ...
 
     def update(self, step: int, collected: Collected) -> Update:
         """Trains the policies on what `collect` returned; returns what is logged of the step. Raises RunFailed if
         training cannot continue."""
-        ...
 
     def log(self, step: int, updates: Sequence[Update]) -> Mapping[str, Metrics]:
         """Writes metrics and timings of the steps since the last logged one, of which `updates` are the results, to
         the run. Returns the metrics by policy, and those of all together as "team"."""
-        ...
 
     def evaluate(self, step: int, evaluation: Any) -> dict[str, Any]:
         """Plays one of `evals` after `step` with the current weights. Returns its metrics. Raises RunFailed if too
         many episodes failed."""
-        ...
 
     def save(self, step: int, folder: Path) -> None:
         """Writes the state after `step`: a folder for each of `policy_names`, and the rest of the training state."""
-        ...
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Restores the state that `save` wrote."""
-        ...
 
 
 def run_training(

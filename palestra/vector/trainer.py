@@ -44,24 +44,19 @@ class VectorLearner(Protocol):
 
     def rollout_policies(self, progress: float) -> Sequence[VectorPolicy]:
         """Players for training rollouts; `progress` is the elapsed share of the run, from 0 to 1."""
-        ...
 
     def greedy_policies(self) -> Sequence[VectorPolicy]:
         """Players for evaluation, which act greedily."""
-        ...
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
         """Trains on one rollout. Returns metrics by policy. Raises FloatingPointError if a loss is not finite."""
-        ...
 
     def check_finite(self) -> None:
         """Raises FloatingPointError if a loss of the last update was not finite; on a GPU, `update` does not wait for
         this."""
-        ...
 
     def member_writers(self) -> dict[str, Callable[[Path], None]]:
         """Functions that write each policy's acting weights to a folder, by name."""
-        ...
 
     def write_state(self, folder: Path) -> None: ...
 

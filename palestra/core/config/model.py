@@ -100,11 +100,8 @@ def check_folder_name(name: str) -> str:
 
 
 def check_policy_names(names: Iterable[str], *reserved: str) -> None:
-    """Checks the names of policies.
-
-    Raises ValueError if a name cannot be a folder, a log entry and a part of RUN:NAME and NAME@VERSION, or is one of
-    the reserved names `reserved`.
-    """
+    """Checks the names of policies. Raises ValueError if a name cannot be a folder, a log entry and a part of RUN:NAME
+    and NAME@VERSION, or is one of the reserved names `reserved`."""
     for name in names:
         if len(name) > MAX_NAME_CHARS or not re.fullmatch(r"\w[\w.-]*", name, re.ASCII) or name in reserved:
             raise ValueError(
@@ -117,10 +114,8 @@ RunName = Annotated[str, AfterValidator(check_folder_name)]
 
 
 def validate(model: type[M], tree: Tree) -> M:
-    """Returns `tree` as an instance of `model`.
-
-    Raises one ValueError that lists every error with its path and, for an unknown key or type, the nearest spelling.
-    """
+    """Returns `tree` as an instance of `model`. Raises one ValueError that lists every error with its path and, for an
+    unknown key or type, the nearest spelling."""
     with _explain(model, tree):
         return model.model_validate(tree)
 
@@ -168,7 +163,7 @@ def _fault(model: type[BaseModel], tree: Any, error: Any) -> str:
     if kind == "missing":
         return f"{path} is missing"
     if kind == "value_error":
-        return f"{path}: {context['error']}" if path else str(context["error"])
+        return f"{path}: {context['error']}".removeprefix(": ")
     shown = _quote(error["input"])
     if kind in ("list_type", "tuple_type"):
         return f"{path or 'config'}: should be a list, such as [{shown}], not {shown}"
@@ -205,12 +200,13 @@ def _sentence(message: str) -> str:
 
 
 def _quote(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else name_kind(value)
+    if len(text := repr(value)) <= 60:
+        return text
+    return name_kind(value)
 
 
 def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
+    return f"{path}.{key}".removeprefix(".")
 
 
 def _resolve(annotation: Any, loc: Loc) -> tuple[str, Any]:
@@ -225,8 +221,11 @@ def _resolve(annotation: Any, loc: Loc) -> tuple[str, Any]:
         chosen = next((v for v in variants if str(loc[0]) in _tags(v)), None)
         return _resolve(chosen, loc[1:])
     path, end = _resolve(_child(annotation, loc[0]), loc[1:])
-    here = f"[{loc[0]}]" if isinstance(loc[0], int) else str(loc[0])
-    return here + (path if path.startswith("[") or not path else f".{path}"), end
+    if path and not path.startswith("["):
+        path = f".{path}"
+    if isinstance(loc[0], int):
+        return f"[{loc[0]}]{path}", end
+    return f"{loc[0]}{path}", end
 
 
 def _unwrap(annotation: Any) -> Any:
@@ -234,12 +233,15 @@ def _unwrap(annotation: Any) -> Any:
     if get_origin(annotation) is Annotated:
         return _unwrap(get_args(annotation)[0])
     options = _options(annotation)
-    return _unwrap(options[0]) if len(options) == 1 else annotation
+    if len(options) == 1:
+        return _unwrap(options[0])
+    return annotation
 
 
 def _options(annotation: Any) -> list[Any]:
-    is_union = get_origin(annotation) in (Union, types.UnionType)
-    return [option for option in get_args(annotation) if option is not type(None)] if is_union else []
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return []
+    return [option for option in get_args(annotation) if option is not type(None)]
 
 
 def _tags(variant: Any) -> set[str]:
@@ -256,13 +258,13 @@ def _child(annotation: Any, key: int | str) -> Any:
     """Returns the annotation of a model's field, of a mapping's values or of a list's items; Any for other types."""
     if key in _fields(annotation):
         return _fields(annotation)[str(key)].annotation
-    arguments = [argument for argument in get_args(annotation) if argument is not Ellipsis]
-    return arguments[-1] if arguments else Any
+    return [Any, *(argument for argument in get_args(annotation) if argument is not Ellipsis)][-1]
 
 
 def _fields(annotation: Any) -> dict[str, Any]:
-    is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-    return {field.alias or name: field for name, field in annotation.model_fields.items()} if is_model else {}
+    if not isinstance(annotation, type) or not issubclass(annotation, BaseModel):
+        return {}
+    return {field.alias or name: field for name, field in annotation.model_fields.items()}
 
 
 def type_choices(model: type[BaseModel], field: str) -> list[str]:

@@ -46,10 +46,13 @@ class OwnTypes:
         def resolve(tree: Any, known: core_schema.ValidatorFunctionWrapHandler) -> Any:
             if isinstance(tree, self.base):
                 return tree
-            tree = expand_preset({"type": tree} if isinstance(tree, str) else tree, self.presets)
+            if isinstance(tree, str):
+                tree = {"type": tree}
+            tree = expand_preset(tree, self.presets)
             shipped = {variant.model_fields["type"].default for variant in get_args(source)}
-            path = self._own_path(tree["type"], shipped) if isinstance(tree, Mapping) and "type" in tree else ""
-            return self._load(path, {**tree, "type": path}) if path else known(tree)
+            if isinstance(tree, Mapping) and (path := self._own_path(tree.get("type", ""), shipped)):
+                return self._load(path, {**tree, "type": path})
+            return known(tree)
 
         return core_schema.no_info_wrap_validator_function(
             resolve,
@@ -62,17 +65,18 @@ class OwnTypes:
     def _own_path(self, named: Any, shipped: set[str]) -> str:
         """Returns "module:Class" for the type of a user's own class; "" for any other."""
         if isinstance(named, type):
-            path = import_path(named)
-            if not path:
+            if not (path := import_path(named)):
                 raise ValueError(
                     f"{self.what} {named.__qualname__} is defined in a script, a notebook or a function, where a "
                     "resumed run would not find it: move it to a module, and name it by "
                     f'type: "module:{named.__name__}"'
                 )
             return path
-        if not isinstance(named, str) or named in shipped:
+        if not isinstance(named, str) or not named or named in shipped:
             return ""
-        return named if ":" in named else entry_point_paths(self.group).get(named, "")
+        if ":" in named:
+            return named
+        return entry_point_paths(self.group).get(named, "")
 
     def _load(self, path: str, tree: dict[str, Any]) -> BaseModel:
         """Returns the config of the class at `path`. Raises ValueError if it is of another kind."""

@@ -55,11 +55,9 @@ def _is_open_pipe(path: Path) -> bool:
 
 
 def parse(text: str, source: str = "config") -> Tree:
-    """Returns the tree of YAML text: mappings, lists, strings, numbers, booleans and nulls.
-
-    Raises ValueError with `source` and line if the text is not valid, or exceeds the limits `MAX_CONFIG_CHARS`,
-    `MAX_DEPTH` and `MAX_VALUES`.
-    """
+    """Returns the tree of YAML text: mappings, lists, strings, numbers, booleans and nulls. Raises ValueError with
+    `source` and line if the text is not valid, or exceeds the limits `MAX_CONFIG_CHARS`, `MAX_DEPTH` and
+    `MAX_VALUES`."""
     try:
         tree = _read(text)
     except yaml.YAMLError as error:
@@ -96,7 +94,9 @@ def merge(tree: Tree, changes: Tree) -> Tree:
     result = dict(tree)
     for key, value in changes.items():
         old = result.get(key)
-        result[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = merge(old, value)
+        result[key] = value
     return result
 
 
@@ -113,7 +113,7 @@ def shorten(text: str) -> str:
 def name_kind(value: Any) -> str:
     """Returns the kind of a value in words, such as "a mapping" or "nothing"."""
     names = {dict: "a mapping", list: "a list", str: "text", bool: "a truth value", int: "a number", float: "a number"}
-    return "nothing" if value is None else names.get(type(value), f"a {type(value).__name__}")
+    return (names | {type(None): "nothing"}).get(type(value), f"a {type(value).__name__}")
 
 
 def _read(text: str) -> Any:
@@ -133,8 +133,7 @@ def _check_events(text: str) -> None:
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise _mark_error(f"nested deeper than {MAX_DEPTH} levels, and no config is", event.start_mark)
-        tag = getattr(event, "tag", None)
-        if tag is not None and tag not in ALLOWED_TAGS:
+        if (tag := getattr(event, "tag", None)) is not None and tag not in ALLOWED_TAGS:
             raise _mark_error(f"tag {tag!r} is not allowed, a config is plain data: remove the tag", event.start_mark)
 
 
@@ -228,8 +227,9 @@ for _class in (_Loader, _Dumper):
 
 
 def _where(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    return f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    if mark := getattr(error, "problem_mark", None) or getattr(error, "context_mark", None):
+        return f", line {mark.line + 1}, column {mark.column + 1}"
+    return ""
 
 
 def _what(error: Exception) -> str:
@@ -238,7 +238,9 @@ def _what(error: Exception) -> str:
 
 
 def _copy(value: Any) -> Any:
-    return {key: _copy(item) for key, item in value.items()} if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    return {key: _copy(item) for key, item in value.items()}
 
 
 def _value(text: str, setting: str) -> Any:
@@ -250,11 +252,12 @@ def _value(text: str, setting: str) -> Any:
 
 def _place(tree: Tree, keys: Sequence[str], value: Any, setting: str) -> None:
     for depth, key in enumerate(keys[:-1], start=1):
-        below: Any = {} if tree.get(key) is None else tree[key]
+        if tree.get(key) is None:
+            tree[key] = {}
+        below = tree[key]
         if not isinstance(below, dict):
             path = ".".join(keys[:depth])
             kind = name_kind(below)
             raise ValueError(f"cannot set {setting!r}: {path} is {kind}, not a mapping; set {path} as a whole")
-        tree[key] = below
         tree = below
     tree[keys[-1]] = value

@@ -25,17 +25,12 @@ def _allowed_folders() -> list[str]:
     return [folder for folder in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep) if folder]
 
 
-def search_allowed_folders() -> None:
-    """Lets Python itself import from these folders, after all others; call it before a named module is imported."""
-    sys.path += [folder for folder in _allowed_folders() if folder not in sys.path]
-
-
 def import_object(path: str) -> Any:
     """Returns the object at "module:name". Raises ImportError, AttributeError or ValueError if there is none."""
     module, _, name = path.partition(":")
     package = module.partition(".")[0]
     if not module.startswith("palestra."):
-        search_allowed_folders()
+        sys.path += [folder for folder in _allowed_folders() if folder not in sys.path]  # after all others
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,23 +49,24 @@ class AnswerForm:
             return f"the answer calls {called[0]!r}, and tool_choice asks for {self.tool!r}"
         if self.keys is None or called:
             return ""
-        value = _read_object(message["content"])
-        if value is None:
+        if (value := _read_object(message["content"])) is None:
             return "the answer is no JSON object, and response_format asks for one"
-        missing = [key for key in self.keys if key not in value]
-        return f"the answer lacks the key {missing[0]!r} of response_format" if missing else ""
+        if missing := [key for key in self.keys if key not in value]:
+            return f"the answer lacks the key {missing[0]!r} of response_format"
+        return ""
 
 
 def _parse_keys(response_format: Any) -> tuple[str, ...] | None:
     """Returns the keys that an answer in a `response_format` must have; None if it may be any."""
     if response_format in (None, {}, {"type": "text"}):
         return None
-    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    kind = _field(response_format, "type")
     if kind == "json_object":
         return ()
-    described = response_format.get("json_schema") if kind == "json_schema" else None
-    schema = described.get("schema") if isinstance(described, dict) else None
-    required = schema.get("required", []) if isinstance(schema, dict) else None
+    schema = _field(_field(response_format, "json_schema"), "schema")
+    required = None
+    if kind == "json_schema" and isinstance(schema, dict):
+        required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
         known = "text, json_object, or json_schema with a json_schema.schema"
         raise ValueError(f"'response_format' is {str(response_format)[:64]!r}: send type {known}")
@@ -75,8 +77,7 @@ def _parse_tool(choice: Any, names: Sequence[str]) -> str | None:
     """Returns the tool that a `tool_choice` asks for: "" is any, None is none."""
     if choice in (None, "auto", "none"):
         return None
-    function = choice.get("function") if isinstance(choice, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
+    name = _field(_field(choice, "function"), "name")
     if choice != "required" and name not in names:
         known = "auto, none, required or a function of tools"
         raise ValueError(f"tool_choice is {str(choice)[:64]!r}: send {known}")
@@ -85,9 +86,16 @@ def _parse_tool(choice: Any, names: Sequence[str]) -> str | None:
     return name or ""
 
 
+def _field(value: Any, key: str) -> Any:
+    """Returns a field of a mapping; None of anything else."""
+    if isinstance(value, Mapping):
+        return value.get(key)
+    return None
+
+
 def _read_object(text: str) -> Json | None:
-    try:
+    with suppress(ValueError, RecursionError):
         value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+        if isinstance(value, dict):
+            return value
+    return None

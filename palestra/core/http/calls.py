@@ -5,25 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from palestra.core.chat import Chat, Json, parse_assistant_message, thought_of, to_template_message
+from palestra.core.chat import Chat, Json, parse_assistant_message, thought_of, to_template_message, with_reasoning
 from palestra.core.http.answer_form import AnswerForm
 from palestra.core.plain_values import plain_value
 
 ANY_KEY = ""  # key of a session that accepts any key
 SAMPLING_KEYS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "max_tokens",
-    "max_completion_tokens",
-    "seed",
-    "stop",
-    "stop_token_ids",
+    *("temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens"),
+    *("seed", "stop", "stop_token_ids"),
 )
 FORM_KEYS = {"response_format", "tool_choice", "parallel_tool_calls"}
 CALL_KEYS = {"model", "messages", "tools", "n", "stream", "stream_options"}
@@ -138,13 +132,16 @@ def parse_call(body: Any, models: Sequence[str]) -> ChatCall:
         raise ValueError("n must be 1: siblings are drawn by the algorithm, not by the program")
     for key, value in body.items():
         if key not in CALL_KEYS and not asks_nothing(key, value):
-            other = f", or send {json.dumps(DEFAULTS[key])}" if key in DEFAULTS else ""
+            other = ""
+            if key in DEFAULTS:
+                other = f", or send {json.dumps(DEFAULTS[key])}"
             raise ValueError(f"{key[:64]!r} is not used here: leave it out{other}")
     if body.get("stream") not in (None, True, False):
         raise ValueError(f"stream is {str(body['stream'])[:64]!r}: send true or false")
     check_limits(body.get("max_tokens"), body.get("max_completion_tokens"))
-    choice = "none" if body.get("tool_choice") == "none" else "auto"  # others are of the form
-    chat = parse_conversation(body.get("messages"), body.get("tools"), choice)
+    chat = parse_conversation(body.get("messages"), body.get("tools"))
+    if body.get("tool_choice") == "none":
+        chat = replace(chat, tools=())
     form = AnswerForm.parse(body)
     settings = {key: body[key] for key in SAMPLING_KEYS if body.get(key) is not None}
     usage = wants_stream_usage(body.get("stream_options"))
@@ -245,7 +242,7 @@ def assistant_message(text: str, thought: str, chat: Chat) -> Json:
     earlier = sum(len(turn.get("tool_calls") or ()) for turn in chat.messages)
     for i, call in enumerate(message.get("tool_calls", ()), earlier):
         call["id"] = f"call_{i}"
-    return message | ({"reasoning_content": thought} if thought else {})
+    return with_reasoning(message, thought)
 
 
 def error_body(status: int, message: str) -> Json:

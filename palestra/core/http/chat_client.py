@@ -228,7 +228,9 @@ def _message(response: httpx.Response) -> Json | None:
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
     says = isinstance(message.get("content"), str) or message.get("tool_calls") or thought_of(message)
-    return _part_thought(message) if says or message["finish_reason"] == "length" else None
+    if not says and message["finish_reason"] != "length":
+        return None
+    return _part_thought(message)
 
 
 def _part_thought(message: Json) -> Json:
@@ -238,7 +240,9 @@ def _part_thought(message: Json) -> Json:
     if not isinstance(content, str) or thought_of(message):
         return message
     thought, text = part_thought(content)
-    return message if text == content else message | {"content": text, "reasoning_content": thought}
+    if text == content:
+        return message
+    return message | {"content": text, "reasoning_content": thought}
 
 
 # ---- API key and error messages
@@ -247,8 +251,7 @@ def _part_thought(message: Json) -> Json:
 def _headers(endpoint: Endpoint) -> dict[str, str]:
     if endpoint.key_env is None:
         return {}
-    key = os.environ.get(endpoint.key_env, "").strip()
-    if not key:
+    if not (key := os.environ.get(endpoint.key_env, "").strip()):
         raise ValueError(
             f"the endpoint's key is missing: set the environment variable {endpoint.key_env}, or drop key_env"
         )
@@ -265,8 +268,9 @@ def quote_masked(endpoint: Endpoint, text: str) -> str:
 
 
 def _mask(endpoint: Endpoint, text: str) -> str:
-    key = os.environ.get(endpoint.key_env, "").strip() if endpoint.key_env else ""
-    return text.replace(key, "***") if key else text
+    if key := os.environ.get(endpoint.key_env or "", "").strip():
+        return text.replace(key, "***")
+    return text
 
 
 def endpoint_error(endpoint: Endpoint, what: str, errors: Sequence[str]) -> EndpointError:

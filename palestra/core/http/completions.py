@@ -71,8 +71,9 @@ class ChatServer:
         return Starlette(routes=routes, exception_handlers={HTTPException: _error_response})
 
     def _admit(self, path: str, headers: Mapping[str, str]) -> str | None:
-        known = self._find(bearer_token(headers))
-        return None if known else "this key does not belong to an episode in progress"
+        if self._find(bearer_token(headers)):
+            return None
+        return "this key does not belong to an episode in progress"
 
     def _find(self, key: str) -> SessionProtocol | None:
         for known, session in list(self.sessions.items()):
@@ -108,12 +109,16 @@ class ChatServer:
             raise HTTPException(410, str(error)) from None
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
-        return asked, ChatReply(answer) if isinstance(answer, str) else answer
+        if isinstance(answer, str):
+            answer = ChatReply(answer)
+        return asked, answer
 
     async def _complete(self, request: Request) -> Response:
         asked, reply = await self._answer(request, lambda body: body)
         message = assistant_message(reply.text, reply.thought, asked.chat)
-        finish = "tool_calls" if "tool_calls" in message else "length" if reply.hit_length_limit else "stop"
+        finish = "length" if reply.hit_length_limit else "stop"
+        if "tool_calls" in message:
+            finish = "tool_calls"
         head = {"id": f"chatcmpl-{next(_numbers)}", "created": int(time.time()), "model": asked.model}
         if warning := asked.form.check(message):
             head["warning"] = warning

@@ -100,8 +100,7 @@ class AdmissionMiddleware:
     async def _read(self, headers: Mapping[str, str], receive: Receive, body: bytearray) -> Receive:
         """Reads the request body into `body` and returns a `receive` that replays it. Raises RequestRejected if it is
         too large, too slow, or the client disconnects."""
-        limit = self.limits.max_body_bytes
-        if limit is None:
+        if (limit := self.limits.max_body_bytes) is None:
             return self._in_time(receive)
         if int(headers.get("content-length", "0")) > limit:  # the HTTP parser only accepts digits
             raise _too_long(limit)

@@ -72,8 +72,9 @@ class OriginPolicy:
         if origin is None:
             return "another site" if site != "none" and not self.has_pages else None
         host = headers.get("host", "").lower()
-        own = origin.lower() in (f"http://{host}", f"https://{host}")
-        return None if own and self.has_pages else origin
+        if self.has_pages and origin.lower() in (f"http://{host}", f"https://{host}"):
+            return None
+        return origin
 
     def accepts_host(self, host: str) -> bool:
         """Returns True if a Host header holds an accepted name of this server."""

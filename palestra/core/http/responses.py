@@ -35,8 +35,7 @@ def to_chat_body(body: Any) -> Any:
     messages = [{"role": "system", "content": instructions}] if instructions else []
     for i, item in enumerate(_list_items(chat.pop("input", None))):
         _add_item(messages, item, f"input.{i}")
-    text = chat.pop("text", None)
-    if text is not None:
+    if (text := chat.pop("text", None)) is not None:
         _check_object(text, ("format",), "text")
         chat["response_format"] = _nest_fields(text.get("format"), "json_schema")
     chat["tool_choice"] = _nest_fields(chat.get("tool_choice"), "function")

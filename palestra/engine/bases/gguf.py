@@ -169,13 +169,10 @@ def _reading_once() -> Iterator[None]:
         def data(self, mapped: Any) -> None:
             self._data = np.asarray(mapped)
 
-    def without_bar(items: Any, **_: Any) -> Any:
-        return items
-
     with ExitStack() as stack:
         stack.enter_context(_patch_attribute(gguf, "GGUFReader", cache(Header)))
         stack.enter_context(_patch_attribute(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)))
-        stack.enter_context(_patch_attribute(modeling_gguf_pytorch_utils, "tqdm", without_bar))
+        stack.enter_context(_patch_attribute(modeling_gguf_pytorch_utils, "tqdm", lambda items, **_: items))
         yield
 
 
@@ -207,7 +204,8 @@ def check_tokenizer(tokenizer: Any, fields: Any, file: Path) -> None:
         fault = f"its end token is {tokenizer.eos_token_id}, but the file has {end}"
     elif _field(fields, "model") == "gpt2":  # by bytes: every text has tokens
         decoded = tokenizer.decode(tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False))
-        fault = "" if decoded == SAMPLE_TEXT else f"{SAMPLE_TEXT!r} becomes {decoded!r}"
+        if decoded != SAMPLE_TEXT:
+            fault = f"{SAMPLE_TEXT!r} becomes {decoded!r}"
     if fault:
         raise ValueError(
             f"transformers {transformers.__version__} reads the tokenizer of {file.name} wrongly: {fault}. "

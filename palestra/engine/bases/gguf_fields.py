@@ -72,9 +72,7 @@ SCALING = ("type", "factor", "original_context_length", "yarn_beta_fast", "yarn_
 
 def complete_config(config: Any, reader: Any, file: str) -> None:
     """Sets in `config` what the file states and transformers does not read. `reader` is the `GGUFReader` of `file`.
-
-    Raises ValueError with the names of the fields that cannot be set and are not known to change nothing.
-    """
+    Raises ValueError with the names of the fields that cannot be set and are not known to change nothing."""
     architecture = reader.get_field("general.architecture").contents()
     fields = {
         key.removeprefix(f"{architecture}."): field.contents()
@@ -84,7 +82,7 @@ def complete_config(config: Any, reader: Any, file: str) -> None:
     read = _read_by_transformers(config, architecture, file)
     left = {key: value for key, value in fields.items() if key not in read and key not in HARMLESS}
     factors = next((tensor.data for tensor in reader.tensors if tensor.name == ROPE_FREQS), None)
-    done = {key for key, value in left.items() if _set(config, key, value) or _is_neutral(key, value)}
+    done = {key for key, value in left.items() if _set(config, key, value) or (key, value) in NEUTRAL.items()}
     done |= _set_rope(config, left, fields.get("context_length"), factors)  # by the width of the heads that is set
     refuse([f"{architecture}.{key} ({left[key]!s:.40})" for key in left if key not in done], file)
 
@@ -105,13 +103,11 @@ def check_tensors(model: PreTrainedModel, reader: Any, file: str) -> None:
 def refuse(names: Iterable[str], file: str, why: str = "") -> None:
     """Raises ValueError if there are `names` of fields or tensors that would be dropped."""
     if unread := list(names):
-        shown = ", ".join(unread[:5]) + (f" and {len(unread) - 5} more" if len(unread) > 5 else "")
+        shown = ", ".join(unread[:5])
+        if len(unread) > 5:
+            shown += f" and {len(unread) - 5} more"
         why = why or f"transformers {transformers.__version__} does not read that, and the results may depend on it"
         raise ValueError(f"cannot convert {file}, which has {shown}: {why}. {REMEDY}")
-
-
-def _is_neutral(key: str, value: Any) -> bool:
-    return key in NEUTRAL and bool(value == NEUTRAL[key])
 
 
 def _read_by_transformers(config: Any, architecture: str, file: str) -> set[str]:
@@ -194,7 +190,8 @@ def _set_rope(config: Any, left: Mapping[str, Any], context: int | None, factors
         full.update(new)
         done |= {f"rope.scaling.{name}" for name in SCALING} | {"rope.scale_linear"}
     if factors is not None and not np.allclose(factors, 1):
-        full.update(_llama3(config, factors) if full and not new and full is parameters else {})
+        if full and not new and full is parameters:
+            full.update(_llama3(config, factors))
         if full.get("rope_type") != "llama3":
             raise ValueError(f"{ROPE_FREQS} scales the rotary embedding in another way than Llama 3 does. {REMEDY}")
     return done

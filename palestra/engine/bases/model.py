@@ -50,15 +50,12 @@ class ShardedParams(Protocol):
 
     def gather_weights(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which all weights are gathered on this rank."""
-        ...
 
     def in_pass(self, compute: Callable[[], Any]) -> Any:
         """Returns `compute()`, called inside a pass of the whole model."""
-        ...
 
     def reshard(self) -> None:
         """Drops all weights but this rank's own shard."""
-        ...
 
 
 class Engine:
@@ -95,8 +92,11 @@ class Engine:
             set_attention(model, "palestra")
             fuse_layers(model)
             limit_length(model)
-        self._route_linears()
-        self._route_modules()
+        head = model.get_output_embeddings()
+        for name, layer in self.linear_layers.items():
+            setattr(layer, "forward", self._forward_of(name, layer, layer is head))  # noqa: B010 (mypy: a method)
+        for name, module in replaceable_modules(model).items():  # their parameters may be replaced by adapters'
+            setattr(module, "forward", self._module_forward(name, module, module.forward))  # noqa: B010
         if plain:
             self.plain_path = PlainPath(self)
         self._narrows = plain or self._narrow_last_layer()
@@ -126,7 +126,8 @@ class Engine:
         keep_freed_memory()
         disable_progress_bar()  # transformers shows one for each file
         device = resolve_device(device)
-        dtype = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
+        if dtype == "auto":
+            dtype = "bfloat16" if device.startswith("cuda") else "float32"
         torch_dtype = getattr(torch, dtype)
         path = resolve_base(base)
         config = load_config(path)
@@ -150,14 +151,10 @@ class Engine:
     def notes(self) -> list[str]:
         """Returns notes for the user on how the base runs, a line each: that it is on the plain path, and that adapters
         reach stacked experts by `target_parameters` only."""
-        path = self.plain_path
-        lines = [plain_note(self.name, path.reason, uses_cache=path.uses_cache)] if path else []
-        return lines + expert_notes(self.name, self.model)
-
-    def _route_linears(self) -> None:
-        head = self.model.get_output_embeddings()
-        for name, module in self.linear_layers.items():
-            setattr(module, "forward", self._forward_of(name, module, module is head))  # noqa: B010 (mypy: a method)
+        lines = expert_notes(self.name, self.model)
+        if path := self.plain_path:
+            lines.insert(0, plain_note(self.name, path.reason, uses_cache=path.uses_cache))
+        return lines
 
     def _forward_of(self, name: str, layer: Any, is_head: bool) -> Any:
         def forward(x: Tensor) -> Tensor:
@@ -167,11 +164,6 @@ class Engine:
             return own_output(layer, x)
 
         return forward
-
-    def _route_modules(self) -> None:
-        """Lets the embeddings and stacked experts use the parameters with which adapters replace theirs."""
-        for name, module in replaceable_modules(self.model).items():
-            setattr(module, "forward", self._module_forward(name, module, module.forward))  # noqa: B010
 
     def _module_forward(self, name: str, module: nn.Module, base_forward: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -331,7 +323,9 @@ class Engine:
             )
         self._decoder_output = type(out)
         hidden_MH: Tensor = out.last_hidden_state[0]
-        return hidden_MH if narrow or not fewer else hidden_MH.index_select(0, keep_M)
+        if fewer and not narrow:
+            hidden_MH = hidden_MH.index_select(0, keep_M)
+        return hidden_MH
 
     def head_logits(self, hidden_MH: Tensor, route: AdapterRoute | None) -> Tensor:
         """Returns the logits [M, V] of last hidden states, computed by the model itself: some models scale or cap the

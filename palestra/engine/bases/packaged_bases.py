@@ -41,9 +41,7 @@ PACKAGED_BASES = {
 
 def find_gguf(base: str) -> Parts | None:
     """Returns the GGUF file of a base: of a packaged one, or at a path that ends in .gguf. None for any other base.
-
-    Raises ValueError if the file does not exist, or a package is not installed.
-    """
+    Raises ValueError if the file does not exist, or a package is not installed."""
     if base in PACKAGED_BASES:
         return _packaged_parts(base)
     if not base.lower().endswith(".gguf"):
@@ -87,8 +85,7 @@ def _packaged_parts(base: str) -> Parts:
     packaged = PACKAGED_BASES[base]
     found: list[Path] = []
     for module, path in packaged.parts.items():
-        part = _find_part(module, path)
-        if part is None:
+        if (part := _find_part(module, path)) is None:
             raise ValueError(f'the base "{base}" is in a package that is not installed: {packaged.install}')
         if not part.is_file():
             raise ValueError(f"no file {part}: install the package again with {packaged.install}")

@@ -204,9 +204,8 @@ class DecodeLayout:
         row_X = np.concatenate([part.row_nQ.ravel() for part in self.parts])
         real_X = np.flatnonzero(np.concatenate([part.is_real_nQ.ravel() for part in self.parts]))
         self._row_X = self._tensor(row_X)
-        self._bags = self._tensor(
-            real_X[np.argsort(row_X[real_X], kind="stable")]
-        )  # the places of row 0, of row 1, ...
+        # the places of row 0, of row 1, ...
+        self._bags = self._tensor(real_X[np.argsort(row_X[real_X], kind="stable")])
         counts_R = np.bincount(row_X[real_X], minlength=len(answers))
         self._bag_starts = self._tensor(np.cumsum(counts_R) - counts_R)
         self._score_masks: dict[KeySpan | None, list[Tensor]] = {None: [part.score_mask() for part in self.parts]}

@@ -166,8 +166,7 @@ class PagePool:
     def _drop(self, slots: Sequence[CacheSlot]) -> None:
         gone = set(chain.from_iterable(slot.pages for slot in slots))
         size = self.num_used - len(gone)
-        moved = [page for page in range(size, self.num_used) if page not in gone]
-        if moved:
+        if moved := [page for page in range(size, self.num_used) if page not in gone]:
             gaps = sorted(page for page in gone if page < size)
             for kv in self.kv:
                 kv[:, gaps] = kv[:, moved]

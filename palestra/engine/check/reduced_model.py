@@ -55,7 +55,8 @@ def reduced_model(model: PreTrainedModel, seed: int) -> PreTrainedModel | None:
 def _reduce_config(data: dict[str, Any], narrow: bool) -> dict[str, Any]:
     """Returns a config with fewer and smaller parts; with `narrow` false, only with fewer layers, fewer tokens of the
     vocabulary and shorter windows."""
-    data = {key: _reduce_config(value, narrow) if _is_config(key, value) else value for key, value in data.items()}
+    parts = {key: part for key, part in data.items() if isinstance(part, dict) and key.endswith("_config")}
+    data = data | {key: _reduce_config(part, narrow) for key, part in parts.items()}
     if "rope_parameters" in data:
         data["rope_parameters"] = _reduced_rope(data["rope_parameters"])
     data.pop("quantization_config", None)
@@ -72,10 +73,6 @@ def _reduce_config(data: dict[str, Any], narrow: bool) -> dict[str, Any]:
         elif isinstance(value, int) and not isinstance(value, bool):
             data[key] = _reduced_size(key, value, narrow)
     return data
-
-
-def _is_config(key: str, value: Any) -> bool:
-    return isinstance(value, dict) and key.endswith("_config")
 
 
 def _reduced_rope(rope: Any) -> Any:
@@ -116,7 +113,7 @@ def _layers_of_each_kind(data: dict[str, Any], layers: int) -> int:
     for key, value in data.items():
         if key not in redundant and isinstance(value, int) and not isinstance(value, bool) and 0 < value < layers:
             if PERIODS.search(key):
-                needed = max(needed, value + 1 if "offset" in key else value)
+                needed = max(needed, value + ("offset" in key))
             if FIRST_LAYERS.search(key):
                 needed = max(needed, value + 1)
     return min(needed, layers)

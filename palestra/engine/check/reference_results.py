@@ -107,8 +107,9 @@ def with_adapter(model: PreTrainedModel, adapter: Adapter | None) -> Iterator[No
 
     modules = dict(model.named_modules())
     handles = []
-    for name, (a, b) in adapter.weights.items() if adapter else ():
-        handles.append(modules[name].register_forward_hook(adding(a, b, adapter.scale_of(name) if adapter else 0.0)))
+    if adapter:
+        for name, (a, b) in adapter.weights.items():
+            handles.append(modules[name].register_forward_hook(adding(a, b, adapter.scale_of(name))))
     try:
         yield
     finally:

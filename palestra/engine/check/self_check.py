@@ -88,13 +88,21 @@ def choose_engine(model: PreTrainedModel, base: str, build: BuildEngine) -> Engi
     if known and digest in _checked:
         return _accept(build(model, known.way.plain), known)
     subjects = _Subjects(model)
-    reasons = [known.reason] if known and known.reason else []
-    for way in ([known.way] if known else [PACKED, PLAIN, UNCACHED]) if subjects.runs(reasons) else ():
+    reasons: list[str] = []
+    ways = [PACKED, PLAIN, UNCACHED]
+    if known:
+        reasons += filter(None, [known.reason])
+        ways = [known.way]
+    if not subjects.runs(reasons):
+        ways = []
+    for way in ways:
         try:
             long = not known and not _small_agrees(subjects, way, build)
             engine = compare(model, way, build, subjects.own(long=long), keep=True)
-        except (Mismatch, UnsupportedAttention) as error:
-            reasons.append(f"{way.name} {error}" if isinstance(error, Mismatch) else str(error))
+        except Mismatch as error:
+            reasons.append(f"{way.name} {error}")
+        except UnsupportedAttention as error:
+            reasons.append(str(error))
         else:
             _verdicts[key] = known or Verdict(way, "; ".join(reasons))
             if digest:
@@ -135,8 +143,10 @@ def small_verdict(model: PreTrainedModel, build: BuildEngine) -> Verdict:
         try:
             if not _small_agrees(subjects, way, build):
                 raise ValueError("how it runs is determined when it is loaded")
-        except (Mismatch, UnsupportedAttention) as error:
-            reasons.append(f"{way.name} {error}" if isinstance(error, Mismatch) else str(error))
+        except Mismatch as error:
+            reasons.append(f"{way.name} {error}")
+        except UnsupportedAttention as error:
+            reasons.append(str(error))
         else:
             return Verdict(way, "; ".join(reasons))
     raise ValueError(f"refused: {'; '.join(reasons)}")
@@ -169,10 +179,10 @@ class _Subjects:
     def small(self, seed: int) -> tuple[PreTrainedModel, Expected] | None:
         """Returns a small model and its own results; None if there is none that runs."""
         if seed not in self._small:
-            small = reduced_model(self.model, seed)
             self._small[seed] = None
             with contextlib.suppress(Failure), failures("its own forward"):
-                self._small[seed] = None if small is None else (small, own_results(small, long=True))
+                if small := reduced_model(self.model, seed):
+                    self._small[seed] = small, own_results(small, long=True)
         return self._small[seed]
 
 
@@ -180,8 +190,7 @@ def _small_agrees(subjects: _Subjects, way: Way, build: BuildEngine) -> bool:
     """Returns whether the results of a small model are its own; False if none runs. Raises Mismatch if they are not."""
     wrong = None
     for seed in SEEDS:
-        subject = subjects.small(seed)
-        if subject is None:
+        if (subject := subjects.small(seed)) is None:
             return False
         try:
             compare(subject[0], way, build, subject[1])
@@ -250,9 +259,11 @@ def _match(engine: Engine, what: str, computed: Iterator[tuple[int, np.ndarray, 
 def compare_gaps(gaps: Tensor, dtype: torch.dtype) -> tuple[float, bool]:
     """Returns the largest of the `gaps` of log-probabilities in nats (in half precision: their mean), and whether it is
     within its tolerance."""
-    half = dtype.itemsize < 4
-    gap, limit = (float(gaps.mean()), HALF_TOLERANCE) if half else (float(gaps.max()), TOLERANCE)
-    return gap, gap <= limit
+    if dtype.itemsize < 4:
+        gap = float(gaps.mean())
+        return gap, gap <= HALF_TOLERANCE
+    gap = float(gaps.max())
+    return gap, gap <= TOLERANCE
 
 
 def _training_logits(
@@ -333,7 +344,8 @@ def _plain_logits(
         route = None if first.owner is None else SnapshotRoute(snapshots[first.owner])
         logits_BV, cache = path.prefill(engine.tensor(first.prompt)[None], route)
         logits_BV = logits_BV.expand(len(numbers), -1)
-        cache = None if cache is None else select_sequences(cache, engine.tensor([0] * len(numbers)))
+        if cache is not None:
+            cache = select_sequences(cache, engine.tensor([0] * len(numbers)))
         for step in range(NUM_DECODED + 1):
             position = len(first.prompt) + step - 1
             for row, number in enumerate(numbers):

@@ -129,8 +129,8 @@ class AnswerForm:
         """Returns what stands before the last mark of a content (further channels, which are thoughts), and the content
         after it."""
         for start in self.starts:
-            before, found, content = text.rpartition(start) if re.search(TAG, start) else ("", "", text)
-            if found and before.strip():
+            before, found, content = text.rpartition(start)
+            if found and before.strip() and re.search(TAG, start):
                 return re.sub(TAG, " ", before).strip(), content.lstrip("\n")
         return "", text
 
@@ -173,8 +173,7 @@ def find_answer_form(renderer: Renderer) -> AnswerForm:
     tokenizer = renderer.tokenizer
     known = (tokenizer.chat_template, renderer.options, renderer.special, tokenizer.special_tokens_map)
     key = json.dumps(known, default=str)
-    form = _forms.get(key)
-    if form is None:
+    if (form := _forms.get(key)) is None:
         form = _find_answer_form(renderer)
         if len(_forms) >= MAX_FORMS:
             _forms.clear()
@@ -188,15 +187,18 @@ def _find_answer_form(renderer: Renderer) -> AnswerForm:
         return AnswerForm(end=eos, call_end=eos)
     finished = answer_text(renderer, ANSWERED) or ""
     start, marked, tail = finished.partition(TEXT_MARK)
-    end = [eos, *leading_specials(renderer, _text_between(renderer))[:1], *leading_specials(renderer, tail)][-1]
+    # after an answer's content when another turn follows
+    between = (renderer.attempt([ASKED, ANSWERED, ASKED]) or "").partition(TEXT_MARK)[2]
+    end = [eos, *leading_specials(renderer, between)[:1], *leading_specials(renderer, tail)][-1]
     thought, after_thought = _thought_marks(renderer)
     before = {start.strip() if marked else "", after_thought} - {""}
-    starts = [*sorted(before, key=len, reverse=True), *([start] if start.isspace() else [])]
+    starts = sorted(before, key=len, reverse=True)
+    if start.isspace():
+        starts.append(start)
     blank = tail if tail.isspace() else ""
     form = AnswerForm(end, end, blank, thought, tuple(starts), rewrites_answers=_rewrites_answers(renderer))
     texts = _call_texts(renderer, form)
-    calls = _call_reader(renderer, form, texts, tail)
-    if calls is None:
+    if (calls := _call_reader(renderer, form, texts, tail)) is None:
         return form
     call_end = _call_end(renderer, texts) or end
     return replace(form, calls=calls, call_end=call_end, call_text=texts[0])
@@ -210,12 +212,6 @@ def leading_specials(renderer: Renderer, text: str) -> list[str]:
         begins = begins.removeprefix(token)
         found.append(token)
     return found
-
-
-def _text_between(renderer: Renderer) -> str:
-    """Returns what the template writes after an answer's content when another turn follows."""
-    whole = renderer.attempt([ASKED, ANSWERED, ASKED]) or ""
-    return whole.partition(TEXT_MARK)[2]
 
 
 def _thought_marks(renderer: Renderer) -> tuple[ThoughtMarks | None, str]:
@@ -232,9 +228,13 @@ def _thought_marks(renderer: Renderer) -> tuple[ThoughtMarks | None, str]:
         closed = re.match(rf"\s*({TAG})\s*", after)
         if opened and closed:
             following, marked, _ = after[closed.end() :].partition(TEXT_MARK)
-            header = _header(renderer, after[closed.end() :]) if marked else ""
-            return ThoughtMarks(opened, closed[1], header, closed[0] + header), following.strip() if marked else ""
-    return (ThoughtMarks("<think>", "</think>"), "") if renderer.form.thought_key == INLINE else (None, "")
+            if not marked:
+                return ThoughtMarks(opened, closed[1], "", closed[0]), ""
+            header = _header(renderer, after[closed.end() :])
+            return ThoughtMarks(opened, closed[1], header, closed[0] + header), following.strip()
+    if renderer.form.thought_key == INLINE:
+        return ThoughtMarks("<think>", "</think>"), ""
+    return None, ""
 
 
 def _header(renderer: Renderer, after: str) -> str:
@@ -246,20 +246,21 @@ def _header(renderer: Renderer, after: str) -> str:
         return ""
     other = re.sub(rf"\A\s*{TAG}\s*", "", text.partition(THOUGHT_MARK)[2])
     same = whole_tags(common_start(after, other))
-    is_word = after[len(same) :][:1].isalnum() and other[len(same) :][:1].isalnum()
-    return re.sub(r"[^\s>]*\Z", "", same).strip() if is_word else same.strip()
+    if after[len(same) :][:1].isalnum() and other[len(same) :][:1].isalnum():  # within a word
+        same = re.sub(r"[^\s>]*\Z", "", same)
+    return same.strip()
 
 
 def _rewrites_answers(renderer: Renderer) -> bool:
     """Returns whether the template writes an answer, with or without a thought, in another way once a turn follows."""
-    calls = probe_call(PROBE_ARGUMENTS, thought=THOUGHT_MARK)
     result = {"role": "tool", "tool_call_id": "call_0", "content": RESULT_MARK}
     cases: list[tuple[Json, Json, list[Json]]] = [(ANSWERED, ASKED, [])]
-    thinks = renderer.form.thought_key is not None
-    if thinks:
+    thought = ""
+    if renderer.form.thought_key is not None:
+        thought = THOUGHT_MARK
         cases.append((THINKING, ASKED, []))
     if renderer.form.has_calls:
-        cases.append((calls if thinks else probe_call(PROBE_ARGUMENTS), result, renderer.probe_tools))
+        cases.append((probe_call(PROBE_ARGUMENTS, thought=thought), result, renderer.probe_tools))
     for message, following, tools in cases:
         try:
             prompt = renderer.render([ASKED], tools)
@@ -300,8 +301,9 @@ def without_end(renderer: Renderer, text: str) -> str:
     """Returns an answer's text without the white space and the last special token that the template writes after
     it."""
     body = text.rstrip()
-    last = max(filter(body.endswith, renderer.special_texts), key=len, default="")
-    return body.removesuffix(last) if last else text
+    if last := max(filter(body.endswith, renderer.special_texts), key=len, default=""):
+        return body.removesuffix(last)
+    return text
 
 
 def _call_end(renderer: Renderer, texts: Sequence[str]) -> str:
@@ -318,15 +320,16 @@ def _call_end(renderer: Renderer, texts: Sequence[str]) -> str:
         finished = renderer.render([ASKED, call], renderer.probe_tools, generate=False)
     except ValueError:
         return ""
-    return "".join(leading_specials(renderer, whole.removeprefix(finished.rstrip()))[:1]) if whole != finished else ""
+    if whole == finished:
+        return ""
+    return "".join(leading_specials(renderer, whole.removeprefix(finished.rstrip()))[:1])
 
 
-def end_tokens(tokenizer: Any, options: dict[str, Any] | None = None) -> set[int]:
+def end_tokens(tokenizer: Any) -> set[int]:
     """Returns the ids of the tokens that end an answer: the tokenizer's end-of-text token, and those with which its
     chat template ends texts and calls (Phi-3's `<|end|>`, GLM-4's `<|user|>` and `<|observation|>`, which begin the
     next turn)."""
-    renderer = Renderer(tokenizer, options)
-    form = find_answer_form(renderer)
+    form = find_answer_form(Renderer(tokenizer))
     found = {tokenizer.convert_tokens_to_ids(token) for token in {form.end, form.call_end} - {""}}
     found.add(tokenizer.eos_token_id)
     return {token for token in found if token is not None}

@@ -48,7 +48,6 @@ class CallReader(Protocol):
 
     def read(self, text: str, tools: Sequence[Json]) -> FoundCalls:
         """Returns the content and the calls of an answer."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -89,15 +88,15 @@ class MarkedCalls(ABC):
             try:
                 if begun is None:
                     raise ValueError("a mark without a call")
-                read, end = self.read_at(text, begun, tools)
-                closed = self.close.match(text, end)
+                read, at = self.read_at(text, begun, tools)
+                if closed := self.close.match(text, at):
+                    at = closed.end()
                 calls += read
             except ValueError:
-                found = self.close.search(text, marked.end())
-                closed = found if found and found[0].strip() else None
-                end = len(text)
-                unreadable.append(text[marked.start() : closed.end() if closed else end].strip())
-            at = closed.end() if closed else end
+                at = len(text)
+                if (closed := self.close.search(text, marked.end())) and closed[0].strip():
+                    at = closed.end()
+                unreadable.append(text[marked.start() : at].strip())
         if not content:
             return FoundCalls(text, [], [])
         content[0] = content[0].rstrip().removesuffix(self.wrapper)
@@ -162,8 +161,7 @@ class PythonCalls(MarkedCalls):
 
     def read_at(self, text: str, found: re.Match[str], tools: Sequence[Json]) -> tuple[list[ToolCall], int]:
         """Returns the calls between the mark `found` and the close, and the index of the close."""
-        closed = self.close.search(text, found.end())
-        if closed is None:
+        if (closed := self.close.search(text, found.end())) is None:
             raise ValueError("the call does not end")
         body = text[found.end() : closed.start()].strip()
         try:
@@ -217,7 +215,9 @@ class ResponseTemplateCalls:
             read = [ToolCall(call["name"], _mapping(call["arguments"])) for call in calls]
         except (ValueError, KeyError, TypeError):
             return FoundCalls("", [], [text])
-        return FoundCalls(str(message.get("content") or ""), read, []) if read else FoundCalls(text, [], [])
+        if not read:
+            return FoundCalls(text, [], [])
+        return FoundCalls(str(message.get("content") or ""), read, [])
 
 
 def _decode(text: str, start: int) -> tuple[Any, int]:
@@ -229,7 +229,8 @@ def _decode(text: str, start: int) -> tuple[Any, int]:
 
 def _mapping(value: Any) -> Json:
     """Returns arguments, which may be JSON text, as a mapping. Raises ValueError if they are none."""
-    value = json.loads(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        value = json.loads(value)
     if not isinstance(value, dict):
         raise ValueError("the arguments are not a mapping")
     return value
@@ -275,7 +276,7 @@ def call_readers(texts: Texts, tail: str, shipped: Json | None = None) -> Iterat
     yield CommonCalls()
     if shipped:
         yield ResponseTemplateCalls(shipped)
-    bodies = [text.removesuffix(tail) if tail else text for text in texts]
+    bodies = [text.removesuffix(tail) for text in texts]
     for find in (_json_calls, _named_calls, _element_calls):
         if reader := find(*bodies):
             yield reader
@@ -307,8 +308,8 @@ def _named_calls(one: str, two: str = "") -> CallReader | None:
     place = one.rindex(TOOL_NAME) + len(TOOL_NAME)
     start = one.find("{", place)
     try:
-        value, end = _decode(one, start) if start >= 0 else (None, 0)
-    except ValueError:
+        value, end = _decode(one, start)
+    except ValueError:  # also for a start of -1, of a text without an object
         return None
     if not _is_probe(value):
         return None
@@ -385,14 +386,14 @@ def _parts(one: str, two: str, after: str) -> _Parts:
 
 
 def _first_word(mark: str) -> str:
-    return _flexible(mark.split()[0]) if mark.split() else _flexible(mark)
+    return _flexible("".join(mark.split()[:1]))
 
 
 def _flexible(text: str, *, before: bool = True, after: bool = True) -> str:
     """Returns a pattern of `text` in which white space may be left out or added, and numbers may be others."""
     parts = [_any_number(part).replace(TOOL_NAME, r"[\w.-]+") for part in text.split()]
     space = r"\s*"
-    return (space if before else "") + space.join(parts) + (space if after and parts else "")
+    return space * before + space.join(parts) + space * bool(after and parts)
 
 
 def _any_number(text: str) -> str:
@@ -407,32 +408,22 @@ def _any_truth(text: str) -> str:
     return re.sub('"(?:true|false)"', '"(?:true|false)"', _flexible(text, after=False))
 
 
-def _dialect(opened: str, close: str, content: str, arguments: Json, end: str) -> Json:
-    calls = {
-        "open_pattern": opened,
-        "close_pattern": close,
-        "repeats": True,
-        "content": content,
-        "content_args": arguments,
-        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-    }
-    text = {"close_pattern": rf"(?:{end})\s*|$", "content": "text"}
-    return {"defaults": {"role": "assistant"}, "start_anchor": end, "fields": {"tool_calls": calls, "content": text}}
-
-
+GEMMA_CALLS: Json = {
+    "open_pattern": r"<\|tool_call>call:(?P<name>[\w.-]+)",
+    "close_pattern": r"<tool_call\|>\s*",
+    "repeats": True,
+    "content": "json",
+    "content_args": {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
+    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+}
+GEMMA_TEMPLATE: Json = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": r"<turn\|>",
+    "fields": {"tool_calls": GEMMA_CALLS, "content": {"close_pattern": r"(?:<turn\|>)\s*|$", "content": "text"}},
+}
 DIALECTS = (
     # Gemma 4: <|tool_call>call:f{a:<|"|>text<|"|>,b:7}<tool_call|>
-    ResponseTemplateCalls(
-        _dialect(
-            r"<\|tool_call>call:(?P<name>[\w.-]+)",
-            r"<tool_call\|>\s*",
-            "json",
-            {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
-            r"<turn\|>",
-        ),
-        "<|tool_call>",
-        "<tool_call|>",
-    ),
+    ResponseTemplateCalls(GEMMA_TEMPLATE, "<|tool_call>", "<tool_call|>"),
     # LFM2.5: <|tool_call_start|>[f(a='text', b=7)]<|tool_call_end|>
     PythonCalls(
         "",

@@ -21,6 +21,7 @@ from palestra.core.chat import (
     part_thought,
     render_message,
     to_template_message,
+    with_reasoning,
     with_system,
 )
 from palestra.core.types import Answer
@@ -86,14 +87,13 @@ class ChatEncoder:
     def encode_conversation(self, conversation: Chat, system: str | None = None) -> np.ndarray:
         """Returns the prompt [P] int32 for the next message of a conversation; `system` replaces its system message.
         Raises ValueError if the chat template does not take it."""
-        messages = conversation.messages if system is None else with_system(conversation.messages, system)
+        messages = with_system(conversation.messages, system)
         return self._prompt(_cache_key(messages), _cache_key(conversation.tools))
 
     def encode_shared(self, conversation: Chat, system: str | None = None) -> np.ndarray:
         """Returns the tokens [P] int32 with which every prompt begins that has the same first `num_shared` messages as
         `conversation`; no tokens if `num_shared` is 0."""
-        shared = conversation.messages[: conversation.num_shared]
-        if not shared:
+        if not (shared := conversation.messages[: conversation.num_shared]):
             return NO_TOKENS
         one, other = (
             self.encode_conversation(Chat((*shared, {"role": "user", "content": text}), conversation.tools), system)
@@ -119,8 +119,7 @@ class ChatEncoder:
     def _join_turns(self, earlier: np.ndarray, answer: np.ndarray, between: np.ndarray) -> np.ndarray:
         """Returns an earlier prompt, an answer, and what follows, with the special tokens that end the answer once."""
         for sampled in (answer, answer[:-1]):
-            last = int(sampled[-1]) if len(sampled) else None
-            if last not in self._special_ids:
+            if not len(sampled) or (last := int(sampled[-1])) not in self._special_ids:
                 break
             ends = self._leading_special_ids(between)
             if last in ends:
@@ -132,8 +131,7 @@ class ChatEncoder:
     def _without_repeated_end(self, answer: np.ndarray, between: np.ndarray) -> np.ndarray:
         """Returns what follows an answer, without the white space that ends both it and each turn of a template that
         has no special token for that."""
-        end = self.form.blank_end
-        if not end:
+        if not (end := self.form.blank_end):
             return between
         text = self.tokenizer.decode(answer[-TAIL_TOKENS:], skip_special_tokens=False)
         repeated = next((end[:n] for n in range(len(end), 0, -1) if text.endswith(end[:n])), "")
@@ -162,7 +160,9 @@ class ChatEncoder:
                 "base's chat template: it writes none, or in an unknown form (palestra info --base shows what it "
                 "writes). Take another base, or set chat_template"
             )
-        return self.encode_text(text) if self.renderer.has_template else self.encode_raw(text)
+        if self.renderer.has_template:
+            return self.encode_text(text)
+        return self.encode_raw(text)
 
     def _encode_next(self, earlier: str, tools: str, message: str, new: str) -> tuple[np.ndarray, str | None]:
         """Returns the tokens between an answer and the next one; and the text of the whole new prompt where the
@@ -178,7 +178,8 @@ class ChatEncoder:
             finished = self.renderer.render([*before, marked], offered, generate=False)
             same, _, end = self.renderer.without_specials(finished).partition(TEXT_MARK)
             is_kept = start == same and between.startswith(end.rstrip())
-            between = between.removeprefix(end) if "tool_calls" in marked else between
+            if "tool_calls" in marked:
+                between = between.removeprefix(end)
         self._check_shown(added, between)
         if self.drops_thoughts and not (is_kept and self._follows_prompt(before, offered, answers[0], start)):
             return self.encode_text(between), self.renderer.render([*before, *answers, *added], offered)
@@ -242,13 +243,16 @@ class ChatEncoder:
     def missing_thought_end(self, ids: np.ndarray, prompt_ids: np.ndarray) -> np.ndarray:
         """Returns the tokens [F] int32 with which the template ends the thought of an unfinished answer [T] to a prompt
         [P]; none if that is no longer in its thought."""
-        thinks = self.form.is_thinking(self.decode(ids), forced=self._begins_thought(prompt_ids))
-        return self.thought_end_ids if thinks else NO_TOKENS
+        if self.form.is_thinking(self.decode(ids), forced=self._begins_thought(prompt_ids)):
+            return self.thought_end_ids
+        return NO_TOKENS
 
     @cached_property
     def thought_end_ids(self) -> np.ndarray:
         """The tokens [F] int32 with which the template ends a thought; none if it shows no thoughts."""
-        return self.encode_text(self.form.thought.ending) if self.form.thought else NO_TOKENS
+        if self.form.thought is None:
+            return NO_TOKENS
+        return self.encode_text(self.form.thought.ending)
 
     def check_thinking_budget(self, budget: int | None, max_tokens: int) -> None:
         """Raises ValueError for a budget of thoughts that the chat template does not show, or that leaves no token of
@@ -285,20 +289,18 @@ class ChatEncoder:
             raise ValueError("an answer to imitate has two different thoughts, beside its text and in it: leave one")
         return ReadAnswer(rest, thought or inline)
 
-    def encode_answer(
-        self, conversation: Chat, text: str, thought: str = "", *, system: str | None = None, ends: bool = True
-    ) -> np.ndarray:
+    def encode_answer(self, conversation: Chat, text: str, thought: str = "", *, ends: bool = True) -> np.ndarray:
         """Returns an answer to a conversation as token ids [T] int32, as the template writes it in the finished
         conversation: with the thought, with calls in the template's form, and with its end token if it `ends`. The text
         may spell that end itself. Raises ValueError if the answer would not be read as this text and thought."""
-        messages = conversation.messages if system is None else with_system(conversation.messages, system)
         told = text.rstrip()
-        text = told.removesuffix(self.form.end) if self.form.end and told.endswith(self.form.end) else text
+        if self.form.end and told.endswith(self.form.end):
+            text = told.removesuffix(self.form.end)
         answer = self.part_demonstration(text, thought, ends=ends)
         if not self.renderer.has_template and not answer.thought:
             return self.encode_text(self.renderer.harmless(answer.text) + (self.form.end if ends else ""))
-        prompt = self.renderer.render(messages, conversation.tools)
-        body, end = self._answer_text(list(messages), list(conversation.tools), answer, prompt)
+        prompt = self.renderer.render(conversation.messages, conversation.tools)
+        body, end = self._answer_text(conversation, answer, prompt)
         if not ends and answer.thought and not answer.text:  # it was cut in its thought, whose end is not written
             written = self.renderer.harmless(answer.thought).strip()
             body = body[: body.rindex(written) + len(written)]
@@ -321,25 +323,27 @@ class ChatEncoder:
         """Returns whether a prompt has begun a thought."""
         return self.form.thought is not None and prompt.rstrip().endswith(self.form.thought.open)
 
-    def _answer_text(self, messages: list[Json], tools: list[Json], answer: ReadAnswer, prompt: str) -> tuple[str, str]:
+    def _answer_text(self, conversation: Chat, answer: ReadAnswer, prompt: str) -> tuple[str, str]:
         """Returns the text of an answer after `prompt`, without its end token, and that token."""
         form = self.form
         message: Json = {"role": "assistant", "content": answer.text}
         parsed = parse_assistant_message(answer.text)
-        is_known = form.calls is not None and (form.has_common_calls or tools)
+        is_known = form.calls is not None and (form.has_common_calls or conversation.tools)
         if is_known and "tool_calls" in parsed and answer.text == render_message(parsed):
             message = parsed
         end = form.call_end if "tool_calls" in message else form.end
-        body = self._render_answer(messages, tools, message, answer.thought, prompt)
-        specials = body[len(self.renderer.without_specials(body)) :]
-        return body[: len(body) - len(specials)] + (specials.partition(end)[0] if end and end in specials else ""), end
+        body = self._render_answer(conversation, message, answer.thought, prompt)
+        text = self.renderer.without_specials(body)
+        if end and end in body[len(text) :]:
+            text = body[: body.index(end, len(text))]
+        return text, end
 
-    def _render_answer(self, messages: list[Json], tools: list[Json], message: Json, thought: str, prompt: str) -> str:
+    def _render_answer(self, conversation: Chat, message: Json, thought: str, prompt: str) -> str:
         """Returns what the template writes after `prompt` as the answer `message` with a thought."""
 
         def render(thought: str) -> str:
-            thinking = message | ({"reasoning_content": thought} if thought else {})
-            return self.renderer.render([*messages, thinking], tools, generate=False)
+            finished = [*conversation.messages, with_reasoning(message, thought)]
+            return self.renderer.render(finished, conversation.tools, generate=False)
 
         marks = self.form.thought
         forced = self._is_forced(prompt)
@@ -361,7 +365,10 @@ class ChatEncoder:
         if marked.startswith(prompt) and is_shown:
             return marked[len(prompt) :].replace(THOUGHT_MARK, thought)
         content = after_prompt(prompt, render(""))
-        return f"{'' if forced else marks.open + chr(10)}{thought}\n{marks.close}\n\n{content.lstrip()}"
+        thinking = f"{thought}\n{marks.close}\n\n{content.lstrip()}"
+        if forced:
+            return thinking
+        return f"{marks.open}\n{thinking}"
 
     # ---- text
 
@@ -384,9 +391,13 @@ class ChatEncoder:
     def cut_results(self, messages: Sequence[Json], limit: int | None) -> list[Json]:
         """Returns the messages with the results of tools cut after their first `limit` tokens (None: no cut), with a
         mark at the end of each cut result."""
-        return [self._cut(m, limit) if limit and m["role"] == "tool" else m for m in messages]
+        if not limit:
+            return list(messages)
+        return [self._cut_result(message, limit) for message in messages]
 
-    def _cut(self, message: Json, limit: int) -> Json:
+    def _cut_result(self, message: Json, limit: int) -> Json:
+        if message["role"] != "tool":
+            return message
         ids = self.tokenizer.encode(to_template_message(message)["content"], add_special_tokens=False)
         if len(ids) <= limit:
             return message

@@ -18,7 +18,14 @@ from typing import Any
 
 import jinja2
 
-from palestra.core.chat import THOUGHT_KEYS, Json, part_thought, to_template_message, with_thought
+from palestra.core.chat import (
+    THOUGHT_KEYS,
+    Json,
+    part_thought,
+    to_template_message,
+    with_reasoning,
+    with_thought,
+)
 
 TEMPLATE_ERRORS = (  # what a template raises, which runs any expression of its author
     *(jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError),
@@ -72,12 +79,13 @@ def with_chat_template(tokenizer: Any, choice: str | None) -> Any:
     None keeps its template. Raises ValueError if it has no template of that name."""
     if choice is None:
         return tokenizer
-    own = tokenizer.chat_template
-    if choice != "none" and not is_jinja(choice) and not (isinstance(own, dict) and choice in own):
-        names = ", ".join(own) if isinstance(own, dict) else "none by name"
+    own = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    named = {**own, "none": None}
+    if choice not in named and not is_jinja(choice):
+        names = ", ".join(own) or "none by name"
         raise ValueError(f"chat_template: the base has no template {choice!r} (it has {names}): give a .jinja file")
     changed = copy.copy(tokenizer)
-    changed.chat_template = None if choice == "none" else choice if is_jinja(choice) else own[choice]
+    changed.chat_template = named.get(choice, choice)
     return changed
 
 
@@ -122,7 +130,7 @@ class Renderer:
         self.options = options or {}
         self.special = {number: str(t) for number, t in tokenizer.added_tokens_decoder.items() if t.special}
         spelled = sorted((t for t in self.special.values() if len(t) > 1), key=len, reverse=True)
-        self._special_pattern = re.compile("|".join(map(re.escape, spelled))) if spelled else None
+        self._special_pattern = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")  # of none: nowhere
         self.special_texts = {*self.special.values(), str(tokenizer.eos_token or "")} - {""}
         ends = "|".join(map(re.escape, sorted({*spelled, str(tokenizer.eos_token)}, key=len, reverse=True)))
         self._trailing_specials = re.compile(rf"(?:(?:{ends})\s*)+\Z")
@@ -134,7 +142,9 @@ class Renderer:
     @cached_property
     def form(self) -> MessageForm:
         """The form of messages that the template takes."""
-        return find_form(self) if self.has_template else MessageForm(thought_key=None)
+        if not self.has_template:
+            return MessageForm(thought_key=None)
+        return find_form(self)
 
     @cached_property
     def shows_tools(self) -> bool:
@@ -200,17 +210,19 @@ class Renderer:
         found = [_in_form(message, form, numbers) for message in messages]
         if not form.has_system and found and found[0]["role"] == "system":
             found = _merged_system(found)
-        return found if form.repeats_roles else _merge_neighbours(found)
+        if form.repeats_roles:
+            return found
+        return _merge_neighbours(found)
 
     def harmless(self, value: Any) -> Any:
         """Returns a message, or a part of one, with the special tokens in its texts broken by a space."""
         if isinstance(value, str):
-            if self._special_pattern is None:
-                return value
             return self._special_pattern.sub(lambda found: f"{found[0][0]} {found[0][1:]}", value)
         if isinstance(value, list):
             return [self.harmless(each) for each in value]
-        return {key: self.harmless(each) for key, each in value.items()} if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            return {key: self.harmless(each) for key, each in value.items()}
+        return value
 
 
 def _with_thought_apart(message: Json) -> Json:
@@ -222,7 +234,7 @@ def _with_thought_apart(message: Json) -> Json:
     thought, text = part_thought(content)
     if message.get("reasoning_content", thought).strip() != thought:
         return message
-    return message | {"content": text} | ({"reasoning_content": thought} if thought else {})
+    return with_reasoning(message | {"content": text}, thought)
 
 
 def _in_form(message: Json, form: MessageForm, numbers: dict[str, str]) -> Json:
@@ -249,12 +261,16 @@ def _formed_call(call: Json, form: MessageForm, numbers: dict[str, str]) -> Json
     arguments = function["arguments"]
     if form.json_arguments and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    named = {"id": _id(call["id"], form, numbers)} if call.get("id") is not None else {}
-    return {**named, "type": "function", "function": {**function, "arguments": arguments}}
+    formed = {"type": "function", "function": {**function, "arguments": arguments}}
+    if call.get("id") is None:
+        return formed
+    return {"id": _id(call["id"], form, numbers), **formed}
 
 
 def _id(given: str, form: MessageForm, numbers: dict[str, str]) -> str:
-    return numbers.setdefault(given, f"{len(numbers):09d}") if form.short_ids else given
+    if not form.short_ids:
+        return given
+    return numbers.setdefault(given, f"{len(numbers):09d}")
 
 
 def _merged_system(messages: list[Json]) -> list[Json]:
@@ -322,4 +338,6 @@ def _thought_key(renderer: Renderer, form: MessageForm) -> str | None:
             thinking = [*asked[:-1], asked[-1] | {key: THOUGHT_MARK}]
             if (message is text or form.has_calls) and _shows(renderer, thinking, tools, THOUGHT_MARK):
                 return key
-    return INLINE if "</think>" in str(renderer.tokenizer.chat_template) else None
+    if "</think>" in str(renderer.tokenizer.chat_template):
+        return INLINE
+    return None

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from palestra.core.chat import Chat, Json, parse_assistant_message, render_message
+from palestra.core.chat import Chat, Json, parse_assistant_message, render_message, with_reasoning
 from palestra.core.types import Answer
 from palestra.engine.conversation.encoder import ChatEncoder
 from palestra.engine.conversation.rendering import Renderer
@@ -138,7 +138,7 @@ def _turn(encoder: ChatEncoder, answer: str | Json, *, thought: str = "", ends: 
     _refuse_unknown(encoder, thought, calls)
     chat = Chat((ASK,), (TOOL,) if calls else ())
     said = render_message(message)
-    whole = message | ({"reasoning_content": thought} if thought else {})
+    whole = with_reasoning(message, thought)
     prompt = encoder.encode_conversation(chat)
     ids = encoder.encode_answer(chat, said, thought, ends=ends)
     read = encoder.read(ids, prompt, chat.tools)
@@ -151,10 +151,9 @@ def _turn(encoder: ChatEncoder, answer: str | Json, *, thought: str = "", ends: 
     finished = encoder.renderer.render([ASK, whole], chat.tools, generate=False)
     if ends:
         _compare_answer(encoder, np.concatenate([prompt, ids]), finished, thought)
-    if not encoder.form.rewrites_answers:
+    if not encoder.form.rewrites_answers or encoder.renderer.harmless(thought) in encoder.tokenizer.decode(following):
         return ""
-    kept = not thought or encoder.renderer.harmless(thought) in encoder.tokenizer.decode(following)
-    return "" if kept else "not in later prompts, as the template drops it (history_thoughts: keep)"
+    return "not in later prompts, as the template drops it (history_thoughts: keep)"
 
 
 def _refuse_unknown(encoder: ChatEncoder, thought: str, calls: list[Json]) -> None:
@@ -171,14 +170,8 @@ def _refuse_unknown(encoder: ChatEncoder, thought: str, calls: list[Json]) -> No
 
 
 def _compare(encoder: ChatEncoder, ids: np.ndarray, wanted: str, what: str) -> None:
-    found = encoder.tokenizer.decode(ids)
-    if found != wanted:
+    if (found := encoder.tokenizer.decode(ids)) != wanted:
         raise _Different(f"the {what} {found[-60:]!r} is {wanted[-60:]!r} in the chat template")
-
-
-def _prompt_end(encoder: ChatEncoder) -> str:
-    prompt = encoder.tokenizer.decode(encoder.encode_conversation(Chat((ASK,))))
-    return str(prompt.rstrip()[-24:])
 
 
 def _compare_answer(encoder: ChatEncoder, ids: np.ndarray, finished: str, thought: str) -> None:
@@ -191,7 +184,8 @@ def _compare_answer(encoder: ChatEncoder, ids: np.ndarray, finished: str, though
     ):
         if thought:
             raise _Different("thoughts of answers to imitate are written, and the chat template leaves them out")
+        prompt = encoder.tokenizer.decode(encoder.encode_conversation(Chat((ASK,))))
         raise _Different(
-            f"prompts end with {_prompt_end(encoder)!r}, which the chat template leaves out of the finished "
+            f"prompts end with {prompt.rstrip()[-24:]!r}, which the chat template leaves out of the finished "
             "conversation; answers to imitate follow the prompt (and end the thought that it begins)"
         )

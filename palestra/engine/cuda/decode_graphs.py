@@ -268,9 +268,8 @@ class PagedLayout:
             assert terms.span is not None
             self._first[terms.span] = terms.span.first_key(self.position_R)
         first_R = self._first[terms.span]
-        return paged_attention(q_HSD.transpose(0, 1), self.pool.kv[layer], self.table, first_R, scale, terms)[
-            ..., :out_width
-        ]
+        out_RHD = paged_attention(q_HSD.transpose(0, 1), self.pool.kv[layer], self.table, first_R, scale, terms)
+        return out_RHD[..., :out_width]
 
 
 class CudaRecorder:

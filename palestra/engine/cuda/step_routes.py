@@ -44,13 +44,19 @@ class WatchedRoute:
 
     def linear(self, name: str, x: Tensor, layer: nn.Module) -> Tensor:
         self.calls.append(Call(name, x, layer))
-        return own_output(layer, x) if self.route is None else self.route.linear(name, x, layer)
+        if self.route is None:
+            return own_output(layer, x)
+        return self.route.linear(name, x, layer)
 
     def narrow(self, keep_M: Tensor) -> WatchedRoute:
-        return WatchedRoute(None if self.route is None else self.route.narrow(keep_M))
+        if self.route is None:
+            return WatchedRoute(None)
+        return WatchedRoute(self.route.narrow(keep_M))
 
     def blocks(self, rows: int) -> Sequence[tuple[AdapterRoute | None, int]]:
-        return [(None, rows)] if self.route is None else self.route.blocks(rows)
+        if self.route is None:
+            return [(None, rows)]
+        return self.route.blocks(rows)
 
 
 class JoinedLayers:
@@ -172,25 +178,24 @@ class ColumnRoute:
     def __init__(self, columns: AdapterColumns, own_RT: Tensor | None) -> None:
         self.columns = columns
         self.own_RT = own_RT
-        self._ahead: dict[
-            str, tuple[Tensor, Tensor]
-        ] = {}  # inputs and outputs of layers that were computed with others
+        # inputs and outputs of layers that were computed with others
+        self._ahead: dict[str, tuple[Tensor, Tensor]] = {}
         self._own: dict[int, Tensor] = {}  # by number of layers
 
     def linear(self, name: str, x: Tensor, layer: nn.Module) -> Tensor:
-        layers = self.columns.joined.get(name)
-        if layers is None:
+        if (layers := self.columns.joined.get(name)) is None:
             return self._add_adapter(name, x, own_output(layer, x))
         if name == layers.names[0]:
             outputs = zip(layers.names, self._joined_outputs(layers, x), strict=True)
             self._ahead = {of: (x, output) for of, output in outputs}
         of_x, output = self._ahead.pop(name, (None, x))
-        return output if of_x is x else self._add_adapter(name, x, own_output(layer, x))
+        if of_x is x:
+            return output
+        return self._add_adapter(name, x, own_output(layer, x))
 
     def _joined_outputs(self, layers: JoinedLayers, x: Tensor) -> Sequence[Tensor]:
         y = linear(x, layers.weight, layers.bias)
-        pair = self.columns.joined_pairs.get(layers)
-        if pair is not None:
+        if (pair := self.columns.joined_pairs.get(layers)) is not None:
             self._add_product(x, y, pair, len(layers.names))
         outputs = y.split(layers.sizes, -1)
         if pair is None:
@@ -200,8 +205,7 @@ class ColumnRoute:
 
     def _add_adapter(self, name: str, x: Tensor, y: Tensor) -> Tensor:
         """Adds the output of a layer's adapters to `y`; returns it."""
-        pair = self.columns.pairs.get(name)
-        if pair is not None:
+        if (pair := self.columns.pairs.get(name)) is not None:
             self._add_product(x, y, pair, 1)
         return y
 

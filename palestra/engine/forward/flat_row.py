@@ -10,13 +10,31 @@ width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from palestra.engine.forward.attention_terms import NO_TERMS, AttentionTerms
+
+T = TypeVar("T")
+
+
+def packs(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Yields the items in order, those of one flat row together: at most `limit` tokens by `size_of`, counted before
+    sharing (a single item may exceed it)."""
+    pack: list[T] = []
+    size = 0
+    for item in items:
+        if pack and size + size_of(item) > limit:
+            yield pack
+            pack = []
+            size = 0
+        pack.append(item)
+        size += size_of(item)
+    if pack:
+        yield pack
 
 
 class AttentionLayout(Protocol):
@@ -31,7 +49,6 @@ class AttentionLayout(Protocol):
     ) -> Tensor:
         """Returns the attention output [S, H, D] of queries [H, S, D] over keys and values [h, S, D], in their
         dtype."""
-        ...
 
 
 class AdapterRoute(Protocol):
@@ -39,15 +56,12 @@ class AdapterRoute(Protocol):
 
     def linear(self, name: str, x: Tensor, layer: nn.Module) -> Tensor:
         """Returns `layer(x)` plus the output of the rows' adapters at the linear layer `name`."""
-        ...
 
     def narrow(self, keep_M: Tensor) -> AdapterRoute:
         """Returns the route of the rows `keep_M` (rising indices) only."""
-        ...
 
     def blocks(self, rows: int) -> Sequence[tuple[AdapterRoute | None, int]]:
         """Returns, for each block of `rows` rows, a route for any number of rows of its adapter, and its size."""
-        ...
 
 
 def _attention(

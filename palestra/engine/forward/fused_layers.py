@@ -120,7 +120,9 @@ def _fused_mlp(module: Any) -> Forward | None:
     def forward(x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return module.down_proj(SwiGLU.apply(module.gate_proj(x), module.up_proj(x)))
-        return plain_forward(x) if x.is_cuda else module.down_proj(F.silu(module.gate_proj(x)).mul_(module.up_proj(x)))
+        if x.is_cuda:
+            return plain_forward(x)
+        return module.down_proj(F.silu(module.gate_proj(x)).mul_(module.up_proj(x)))
 
     return forward
 

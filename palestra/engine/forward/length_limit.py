@@ -63,8 +63,7 @@ def _is_longrope(entry: dict[str, Any]) -> bool:
 
 def check_length(config: Any, longest: int) -> None:
     """Raises ValueError for a sequence of `longest` tokens if the base's rotary embedding changes before its end."""
-    limit = length_limit(config)
-    if limit and longest > limit:
+    if (limit := length_limit(config)) and longest > limit:
         raise ValueError(
             f"a sequence of {longest} tokens: from {limit} on, this base's rotary embedding depends on the longest "
             "sequence of a batch, and log-probabilities with it. Shorten prompts and answers, or for LongRoPE set "

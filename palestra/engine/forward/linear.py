@@ -99,8 +99,12 @@ def low_rank_grads(x: Tensor, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tenso
 
 def padded_rows(rows: int) -> int:
     """Returns `rows` rounded up to one of a few numbers of rows, with which the product is computed."""
-    thirty_second = 2 ** (rows.bit_length() - 6) if rows >= 1024 else 0
-    step = 4 if rows <= 16 else 8 if rows <= 256 else max(32, thirty_second)
+    if rows <= 16:
+        step = 4
+    elif rows <= 256:
+        step = 8
+    else:
+        step = max(32, 2 ** (rows.bit_length() - 6))  # about a 32nd
     return -(-rows // step) * step
 
 

@@ -149,8 +149,10 @@ class PlainPath:
             out = self._own_forward(input_ids=ids_BT, use_cache=self.uses_cache, **more)
             self._output_class = type(out)
             logits_BV = self.head_logits(out.last_hidden_state[:, -1])
-        cache = getattr(out, self._cache_name, None) if self._cache_name else None
-        return logits_BV, cache if self.uses_cache and hasattr(cache, "reorder_cache") else None
+        cache = getattr(out, self._cache_name or "", None)
+        if not self.uses_cache or not hasattr(cache, "reorder_cache"):
+            return logits_BV, None
+        return logits_BV, cache
 
 
 def select_sequences(cache: Any, index: Tensor) -> Any:

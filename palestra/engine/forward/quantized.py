@@ -57,7 +57,9 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = _DequantizedProduct.apply(x, self)
-        return y if self.bias is None else y + self.bias
+        if self.bias is not None:
+            y = y + self.bias
+        return y
 
 
 class _DequantizedProduct(torch.autograd.Function):

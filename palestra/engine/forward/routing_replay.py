@@ -104,8 +104,7 @@ def _replay_experts(
     number: int,
     current: Callable[[], ReplayedExperts | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    replayed = current()
-    if replayed is None:
+    if (replayed := current()) is None:
         return output
     logits_NE, weights_NK, own_NK = output
     given_NK = replayed.of(len(logits_NE), number).to(own_NK.dtype)

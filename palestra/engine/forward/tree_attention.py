@@ -42,7 +42,9 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     """Returns the length of the longest common prefix of two arrays of token ids."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if len(differ) else n
+    if len(differ):
+        return int(differ[0])
+    return n
 
 
 def build_forest(sequences: Sequence[np.ndarray]) -> Forest:
@@ -84,8 +86,7 @@ def concat_forests(forests: Sequence[Forest]) -> Forest:
 
 def padded_forest(forest: Forest, size: int) -> Forest:
     """Returns `forest` with tokens 0 at its end, which no path has, up to `size` tokens."""
-    padding = size - len(forest.ids_S)
-    if padding <= 0:
+    if (padding := size - len(forest.ids_S)) <= 0:
         return forest
     places = np.arange(padding)
     return concat_forests([forest, Forest(np.zeros(padding, np.int64), places, [], [(0, places)])])
@@ -135,7 +136,8 @@ class TreeLayout:
         self.forest = forest
         self.device = device
         size = len(forest.ids_S)
-        keep_M = np.arange(size) if keep_M is None else keep_M
+        if keep_M is None:
+            keep_M = np.arange(size)
         self._row_S = np.full(size, -1)
         self._row_S[keep_M] = np.arange(len(keep_M))
         self._num_rows = len(keep_M)
@@ -160,8 +162,11 @@ class TreeLayout:
     def _pad(self, span: KeySpan | None, joins: bool) -> PaddedSegments:
         """Returns the segments, each with its keys in `span`, padded in buckets; kept for the other layers. `joins`:
         the turns of a conversation are one segment, so that their shared keys are there once."""
-        segments = list(_asking(_join(self.forest.segments) if joins else self.forest.segments, self._row_S, joins))
-        groups = list(_similar([segment.within(span) for segment in segments] if span else segments))
+        new = _join(self.forest.segments) if joins else self.forest.segments
+        segments = list(_asking(new, self._row_S, joins))
+        if span:
+            segments = [segment.within(span) for segment in segments]
+        groups = list(_similar(segments))
         buckets = [_bucket(group, self._row_S, self.device) for group in groups]
         back = np.zeros(self._num_rows, np.int64)
         offset = 0
@@ -182,8 +187,9 @@ class TreeLayout:
         v = v.index_select(0, b.keys).view(n, nk, kv_heads, -1).transpose(1, 2)
         mask = b.mask_N1QK
         if terms.needs_scores:
-            seen = torch.ones(nq, nk, dtype=torch.bool, device=q.device).tril() if mask is None else mask
-            out = attention_by_scores(q, k, v, seen, scale, terms)
+            if mask is None:
+                mask = torch.ones(nq, nk, dtype=torch.bool, device=q.device).tril()
+            out = attention_by_scores(q, k, v, mask, scale, terms)
         else:
             out = grouped_attention(q, k, v, mask, scale, is_causal=mask is None)
         return out.transpose(1, 2).reshape(n * nq, -1)
@@ -263,4 +269,6 @@ def _bucket(segments: list[QuerySegment], row_S: np.ndarray, device: torch.devic
 def _attention_mask(last_NQ: np.ndarray, first_NQ: np.ndarray, keys: int) -> np.ndarray:
     """Returns which keys each query attends to, bool [N, Q, K]: those from its first to its last."""
     seen_NQK = np.arange(keys) <= last_NQ[:, :, None]
-    return seen_NQK & (np.arange(keys) >= first_NQ[:, :, None]) if first_NQ.any() else seen_NQK
+    if not first_NQ.any():
+        return seen_NQK
+    return seen_NQK & (np.arange(keys) >= first_NQ[:, :, None])

@@ -110,7 +110,7 @@ class Adapter:
             bound = 1 / math.sqrt(inputs)  # kaiming_uniform with a = sqrt(5), as PEFT initialises A
             a = torch.empty(config.rank_of(name), inputs).uniform_(-bound, bound, generator=generator)
             b = torch.zeros(outputs, config.rank_of(name))
-            self.weights[name] = (_leaf(a, device), _leaf(b, device))
+            self.weights[name] = (a.to(device).requires_grad_(), b.to(device).requires_grad_())
         self.extras = new_extras(config, linears, names, model, seed)
         config.check_patterns([*self.weights, *self.extras.experts])
 
@@ -225,6 +225,14 @@ class Snapshot:
         return self._gains[name]
 
 
+def row_order(adapter: Snapshot | None) -> tuple[bool, str, int]:
+    """Returns the sort key of rows by their adapter's name and id, the bare base ("", 0) last: the order of the rows of
+    a `MultiAdapterRoute`."""
+    if adapter is None:
+        return True, "", 0
+    return False, adapter.name, adapter.id
+
+
 def is_in_layer(name: str) -> bool:
     """True for a module of a decoder layer, whose name has the layer's number; false for the output head."""
     return any(part.isdigit() for part in name.split("."))
@@ -242,7 +250,3 @@ def target_names(linears: Iterable[str], targets: str | list[str]) -> list[str]:
             kinds = sorted({name.rsplit(".", 1)[-1] for name in names})
             raise ValueError(f"LoRA target {target!r} matches no linear layer. Use all-linear or some of {kinds}.")
     return names_of_targets(names, wanted)
-
-
-def _leaf(weight: Tensor, device: torch.device) -> Tensor:
-    return weight.to(device).requires_grad_()

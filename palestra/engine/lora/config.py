@@ -83,8 +83,10 @@ class LoraConfig(LoraVariantsConfig):
     def scale_of(self, name: str) -> float:
         """Returns the factor of the adapter's output at the layer or stacked weight `name`."""
         alpha = _by_pattern(self.alpha_pattern, name, self.alpha)
-        rank = self.rank_of(name)
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+        rank: float = self.rank_of(name)
+        if self.use_rslora:
+            rank = math.sqrt(rank)
+        return alpha / rank
 
     def check_patterns(self, names: Iterable[str]) -> None:
         """Raises ValueError for a pattern that matches none of the adapted `names`."""

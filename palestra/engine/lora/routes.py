@@ -32,27 +32,21 @@ class SingleAdapterRoute:
     """The route of a single-adapter training pass: every row uses the adapter, and gradients flow into it. `dropout`
     holds the pass's dropout masks (None: no dropout)."""
 
-    def __init__(self, adapter: Adapter, dropout: Dropout | None = None) -> None:
-        self.adapter = adapter
+    def __init__(self, owner: Adapter, dropout: Dropout | None = None) -> None:
+        self.owner = owner
         self.dropout = dropout
 
-    @property
-    def owner(self) -> Adapter:
-        """The adapter of the rows."""
-        return self.adapter
-
     def linear(self, name: str, x: Tensor, layer: Any) -> Tensor:
-        if self.dropout is not None or not self.adapter.mergeable:
-            return variant_output(self.adapter, own_output, name, x, layer, self.dropout)
-        pair = self.adapter.weights.get(name)
-        if pair is None:
+        if self.dropout is not None or not self.owner.mergeable:
+            return variant_output(self.owner, own_output, name, x, layer, self.dropout)
+        if (pair := self.owner.weights.get(name)) is None:
             return own_output(layer, x)
         if type(layer) is nn.Linear and not torch.is_autocast_enabled(x.device.type):
             # a merged weight in half precision would lose the adapter to rounding
             product = MergedLinear if layer.weight.dtype == torch.float32 else LowRankLinear
-            return product.apply(x, layer.weight, layer.bias, *pair, self.adapter.scale_of(name))
+            return product.apply(x, layer.weight, layer.bias, *pair, self.owner.scale_of(name))
         a, b = (w.to(x.dtype) for w in pair)
-        return own_output(layer, x) + self.adapter.scale_of(name) * F.linear(F.linear(x, a), b)
+        return own_output(layer, x) + self.owner.scale_of(name) * F.linear(F.linear(x, a), b)
 
     def narrow(self, keep_M: Tensor) -> SingleAdapterRoute:
         return self
@@ -64,19 +58,13 @@ class SingleAdapterRoute:
 class SnapshotRoute:
     """The route of a sampling pass in which every row uses one snapshot, on the plain path."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
-        self.snapshot = snapshot
-
-    @property
-    def owner(self) -> Snapshot:
-        """The snapshot of the rows."""
-        return self.snapshot
+    def __init__(self, owner: Snapshot) -> None:
+        self.owner = owner
 
     def linear(self, name: str, x: Tensor, layer: Any) -> Tensor:
-        if not self.snapshot.mergeable:
-            return variant_output(self.snapshot, own_output, name, x, layer)
-        pair = self.snapshot.weights.get(name)
-        if pair is None:
+        if not self.owner.mergeable:
+            return variant_output(self.owner, own_output, name, x, layer)
+        if (pair := self.owner.weights.get(name)) is None:
             return own_output(layer, x)
         a, b = (w.to(x.dtype) for w in pair)
         return own_output(layer, x) + F.linear(F.linear(x, a), b)
@@ -197,8 +185,7 @@ class MultiAdapterRoute:
         ):
             return linear(x, merged, layer.bias)
         y = own_output(layer, x)
-        pair = self.stack.stacked_pair(name)
-        if pair is None:
+        if (pair := self.stack.stacked_pair(name)) is None:
             return y
         a_nir, b_nro = pair
         rows = x.flatten(0, -2)[: self.rows]
@@ -257,8 +244,7 @@ class AdapterStack:
 
     def _build(self, name: str) -> tuple[Tensor, Tensor] | None:
         pairs = [s.weights.get(name) for s in self.snapshots]
-        ranks = [p[0].shape[0] for p in pairs if p]
-        if not ranks:
+        if not (ranks := [p[0].shape[0] for p in pairs if p]):
             return None
         layer: Any = self.linears[name]
         outputs, inputs = layer_shape(layer)

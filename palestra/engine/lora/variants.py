@@ -8,7 +8,7 @@ Shapes: `E` experts, `r` rank; `A [E, r, in]` and `B [E, out, r]` of stacked exp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
@@ -89,14 +89,12 @@ def new_extras(
     config: LoraConfig, linears: Mapping[str, nn.Module], names: Iterable[str], model: PreTrainedModel | None, seed: int
 ) -> Extras:
     """Returns the weights beside the pairs on the linear layers `names`, with which the adapter equals its base: DoRA's
-    magnitudes are the lengths of the base's rows, modules are copies, and B of experts is zero.
-
-    Raises ValueError if `config` names a module or parameter that cannot be trained, or the base cannot have DoRA.
-    """
+    magnitudes are the lengths of the base's rows, modules are copies, and B of experts is zero. Raises ValueError if
+    `config` names a module or parameter that cannot be trained, or the base cannot have DoRA."""
     extras = Extras()
     if config.use_dora:
         for name in names:
-            extras.magnitudes[name] = _leaf(dense_weight(linears[name]).detach().float().norm(dim=1))
+            extras.magnitudes[name] = dense_weight(linears[name]).detach().float().norm(dim=1).requires_grad_()
     if (config.modules_to_save or config.target_parameters) and model is None:
         raise ValueError("modules_to_save and target_parameters need the whole model: pass model= to Adapter")
     if model is not None:
@@ -104,7 +102,7 @@ def new_extras(
             for short, weight in model.get_submodule(name).named_parameters(recurse=False):
                 if not weight.is_floating_point():
                     raise ValueError(f"modules_to_save: {name} is quantised: leave it out, or set quantize: null")
-                extras.modules[f"{name}.{short}"] = _leaf(weight.detach().float().clone())
+                extras.modules[f"{name}.{short}"] = weight.detach().float().clone().requires_grad_()
         generator = torch.Generator().manual_seed(derive_seed(seed, "experts"))
         for name in _stacked_targets(config.target_parameters, model):
             extras.experts[name] = _expert_pair(name, model, config.rank_of(name), generator)
@@ -134,21 +132,18 @@ def stacked_parameters(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Returns the modules of stacked experts by the names of their stacked weights: those with transformers' common
     interface (rows [S, H], chosen experts [S, k], their weights), since others may divide rows in other ways."""
     found: dict[str, nn.Module] = {}
-    for name, module in decoder_modules(model):
-        if hasattr(module, "is_transposed"):
+    inside = {id(module) for module in decoder_of(model).modules()}
+    for name, module in model.named_modules():
+        if id(module) in inside and hasattr(module, "is_transposed"):
             parameters = module.named_parameters(recurse=False)
             found |= {f"{name}.{short}": module for short, weight in parameters if weight.dim() == 3}
     return found
 
 
-def decoder_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules of the model's decoder with their names in the model."""
-    inside = {id(module) for module in decoder_of(model).modules()}
-    return ((name, module) for name, module in model.named_modules() if id(module) in inside)
-
-
 def _stacked_targets(targets: Sequence[str], model: PreTrainedModel) -> list[str]:
-    names = list(stacked_parameters(model)) if targets else []
+    if not targets:
+        return []
+    names = list(stacked_parameters(model))
     for target in targets:
         if not names_of_targets(names, [target]):
             kinds = sorted({".".join(name.split(".")[-2:]) for name in names})
@@ -164,11 +159,8 @@ def _expert_pair(name: str, model: PreTrainedModel, rank: int, generator: torch.
     count, outputs, inputs = weight.mT.shape if module.is_transposed else weight.shape
     bound = inputs**-0.5  # as PEFT initialises A
     a = torch.empty(count, rank, inputs).uniform_(-bound, bound, generator=generator)
-    return _leaf(a.to(weight.device)), _leaf(torch.zeros(count, outputs, rank, device=weight.device))
-
-
-def _leaf(weight: Tensor) -> Tensor:
-    return weight.requires_grad_()
+    b = torch.zeros(count, outputs, rank, device=weight.device)
+    return a.to(weight.device).requires_grad_(), b.requires_grad_()
 
 
 # -- linear layers -----------------------------------------------------------------------------------------------------
@@ -182,7 +174,9 @@ def dense_weight(layer: Any) -> Tensor:
     if type(layer) not in (nn.Linear, Conv1D):
         raise ValueError(f"DoRA needs the weights of a {type(layer).__name__}: set use_dora: false, or another base")
     weight: Tensor = layer.weight
-    return weight if type(layer) is nn.Linear else weight.T
+    if type(layer) is nn.Linear:
+        return weight
+    return weight.T
 
 
 def dora_gain(magnitude: Tensor, layer: Any, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -201,17 +195,19 @@ def variant_output(
     if replaced := replaced_parameters(owner, name, layer):
         return call_with(layer, lambda x: type(layer).forward(layer, x), replaced, (x,), {})
     y = own(layer, x)
-    pair = owner.weights.get(name)
-    if pair is None:
+    if (pair := owner.weights.get(name)) is None:
         return y
     a, b = (w.to(x.dtype) for w in pair)
-    dropped = x if dropout is None else dropout.apply(name, x)
+    dropped = x
+    if dropout is not None:
+        dropped = dropout.apply(name, x)
     update = owner.scale_of(name) * F.linear(F.linear(dropped, a), b)
     if name not in owner.extras.magnitudes:
         return y + update
     gain = owner.gain(name, layer).to(x.dtype)
     base = y if dropped is x else own(layer, dropped)
-    base = base if layer.bias is None else base - layer.bias
+    if layer.bias is not None:
+        base = base - layer.bias
     return y + (gain - 1) * base + gain * update
 
 
@@ -242,14 +238,18 @@ def replaceable_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 def replaced_parameters(owner: Owner, name: str, module: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters of the module `name` that an adapter replaces, by their short names."""
     replaced = {}
-    for short, weight in module._parameters.items() if owner.extras else ():
+    if not owner.extras:
+        return {}
+    for short, weight in module._parameters.items():
         key = f"{name}.{short}"
         if weight is not None and key in owner.extras.modules:
             replaced[short] = owner.extras.modules[key].to(weight.dtype)
         elif weight is not None and key in owner.extras.experts:
             a, b = (w.to(weight.dtype) for w in owner.extras.experts[key])
             delta = owner.scale_of(key) * torch.bmm(b, a)
-            replaced[short] = weight + (delta.mT if getattr(module, "is_transposed", False) else delta)
+            if getattr(module, "is_transposed", False):
+                delta = delta.mT
+            replaced[short] = weight + delta
     return replaced
 
 
@@ -284,9 +284,8 @@ def call_by_blocks(
     for (_, count), mine in zip(blocks, replaced, strict=True):
         rows = slice(start, start + count)
         block_args = [_rows_of(value, axis, size, rows) for value in args]
-        outputs.append(
-            call_with(module, own, mine, block_args, {k: _rows_of(v, axis, size, rows) for k, v in kwargs.items()})
-        )
+        block_kwargs = {k: _rows_of(v, axis, size, rows) for k, v in kwargs.items()}
+        outputs.append(call_with(module, own, mine, block_args, block_kwargs))
         start += count
     return torch.cat(outputs, dim=axis)
 
@@ -294,4 +293,4 @@ def call_by_blocks(
 def _rows_of(value: Any, axis: int, size: int, rows: slice) -> Any:
     if not isinstance(value, Tensor) or value.dim() <= axis or value.shape[axis] != size:
         return value
-    return value[rows] if axis == 0 else value[:, rows]
+    return value.narrow(axis, rows.start, rows.stop - rows.start)

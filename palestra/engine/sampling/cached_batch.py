@@ -96,7 +96,8 @@ class CachedBatch(LiveBatch):
         if any(group.num_started < group.num_admitted for group in groups):
             self._start_new([group for group in groups if group.num_started < group.num_admitted])
         for group in groups:
-            group.first_logits_V = group.first_logits_V if group.num_started < group.request.n else None
+            if group.num_started == group.request.n:
+                group.first_logits_V = None
         self.cache.free_empty_pools()
 
     def _start_new(self, groups: list[SequenceGroup]) -> None:
@@ -149,9 +150,8 @@ class CachedBatch(LiveBatch):
         group = rows[0].group
         prompt = _prompt(rows[0]).slot
         try:
-            copies = self.cache.allocate_prompts(
-                [prompt.length + len(row.token_ids) - 1 for row in rows], [1] * len(rows)
-            )
+            lengths = [prompt.length + len(row.token_ids) - 1 for row in rows]
+            copies = self.cache.allocate_prompts(lengths, [1] * len(rows))
         except CacheFull:
             if len(rows) == 1:
                 raise

@@ -28,7 +28,7 @@ from palestra.engine.sampling.token_sampling import StopStringMatcher, counter_u
 
 class LiveBatch(ABC):
     """The live groups and rows of one engine. `counts` counts sampled, prefilled and reused tokens, and preempted
-    answers."""
+    answers. By default nothing is kept beyond the rows, and their memory has no budget."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -46,12 +46,10 @@ class LiveBatch(ABC):
         self.rows = []
         self._over = []
 
-    @abstractmethod
-    def clear_cache(self) -> None:
+    def clear_cache(self) -> None:  # noqa: B027
         """Drops the stored keys, values and weights of earlier snapshots."""
 
-    @abstractmethod
-    def release_memory(self) -> None:
+    def release_memory(self) -> None:  # noqa: B027
         """Frees memory that no row uses."""
 
     @abstractmethod
@@ -72,17 +70,16 @@ class LiveBatch(ABC):
         """Removes a group and its rows."""
 
     @property
-    @abstractmethod
     def free_bytes(self) -> int | None:
         """Bytes of the cache for more answers; None without a budget."""
+        return None
 
-    @abstractmethod
     def fitting(self, group: SequenceGroup, count: int, free: int, *, new_prompt: bool) -> tuple[int, int]:
         """Returns how many of `count` more siblings of `group` can start in `free` bytes, and the bytes that they take
         (with `new_prompt`, their prompt's too)."""
+        return count, 0
 
-    @abstractmethod
-    def grow(self, rows: Sequence[LiveSequence]) -> None:
+    def grow(self, rows: Sequence[LiveSequence]) -> None:  # noqa: B027
         """Makes room for the last token of each of `rows` in the cache. Raises CacheFull if there is no room for all of
         them; some may have grown."""
 
@@ -90,17 +87,15 @@ class LiveBatch(ABC):
     def preempt(self, rows: Sequence[LiveSequence]) -> None:
         """Frees the cache slots of live rows; their groups keep their tokens as `preempted`."""
 
-    @abstractmethod
     def release_idle(self, keep: Sequence[SequenceGroup] = ()) -> bool:
         """Frees the prompts of groups without live rows, except those in `keep`: they will be computed again. Returns
         whether there were any."""
+        return False
 
-    @abstractmethod
-    def lower_budget(self) -> None:
+    def lower_budget(self) -> None:  # noqa: B027
         """Sets the budget to what is in use: the machine has less memory than the budget says."""
 
-    @abstractmethod
-    def rest(self) -> None:
+    def rest(self) -> None:  # noqa: B027
         """Restores the budget and frees much unused memory, since training may need it. Called when there are no more
         requests."""
 
@@ -159,8 +154,7 @@ class LiveBatch(ABC):
         self, rows: Sequence[LiveSequence], logits_RV: Tensor
     ) -> dict[LiveSequence, tuple[np.ndarray, np.ndarray]]:
         """Returns the most likely tokens and their log-probabilities, for the rows whose requests ask for them."""
-        asking = [i for i, row in enumerate(rows) if row.group.request.top_logprobs]
-        if not asking:
+        if not (asking := [i for i, row in enumerate(rows) if row.group.request.top_logprobs]):
             return {}
         settings = [rows[i].group.request.sampling for i in asking]
         wanted = [rows[i].group.request.top_logprobs for i in asking]
@@ -177,6 +171,6 @@ def without(rows: Sequence[LiveSequence], others: Sequence[LiveSequence]) -> lis
 def end_token_ids(engine: Engine) -> np.ndarray:
     """Returns the tokens that end an answer, int64, sorted: those of the tokenizer, of its chat template and of the
     generation config."""
-    config = engine.model.generation_config.eos_token_id if engine.model.generation_config else None
+    config = getattr(engine.model.generation_config, "eos_token_id", None)
     ends = end_tokens(engine.tokenizer) | set(config if isinstance(config, list) else [config])
     return np.array(sorted(e for e in ends if e is not None), np.int64)

@@ -38,7 +38,8 @@ class Cohort:
 
 
 class PlainBatch(LiveBatch):
-    """A live batch that is computed by transformers' own forward. Prompts are not kept for later turns."""
+    """A live batch that is computed by transformers' own forward. Prompts are not kept for later turns. Its memory has
+    no budget: a pass makes the room that it needs, and rows are preempted when memory runs out."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -52,12 +53,6 @@ class PlainBatch(LiveBatch):
     def reset(self) -> None:
         super().reset()
         self.cohorts = []
-
-    def clear_cache(self) -> None:
-        pass  # nothing is kept
-
-    def release_memory(self) -> None:
-        pass  # a cache is freed with its rows
 
     def start(self, groups: list[SequenceGroup]) -> None:
         groups = sorted(groups, key=_cohort_key)
@@ -168,32 +163,11 @@ class PlainBatch(LiveBatch):
         self._leave([row for row in self.rows if row.group is group])
         self.groups.pop(group, None)
 
-    # -- memory: there is no budget, and rows are preempted when memory runs out ---------------------------------------
-
-    @property
-    def free_bytes(self) -> int | None:
-        return None
-
-    def fitting(self, group: SequenceGroup, count: int, free: int, *, new_prompt: bool) -> tuple[int, int]:
-        return count, 0
-
-    def grow(self, rows: Sequence[LiveSequence]) -> None:
-        pass  # a pass makes the room that it needs
-
     def preempt(self, rows: Sequence[LiveSequence]) -> None:
         self._leave(rows)
         for row in rows:
             row.group.preempted = sorted([*row.group.preempted, row], key=lambda row: row.sibling)
         self.counts["preempted_answers"] += len(rows)
-
-    def release_idle(self, keep: Sequence[SequenceGroup] = ()) -> bool:
-        return False  # prompts are not kept without rows
-
-    def lower_budget(self) -> None:
-        pass
-
-    def rest(self) -> None:
-        pass
 
 
 def _length(row: LiveSequence) -> int:

@@ -19,7 +19,7 @@ from palestra.core.types import SamplingMask
 from palestra.engine.bases.model import Engine
 from palestra.engine.cache.kv_pages import CacheSlot
 from palestra.engine.forward.length_limit import position_limit
-from palestra.engine.lora.adapters import Snapshot
+from palestra.engine.lora.adapters import Snapshot, row_order
 from palestra.engine.sampling.token_sampling import SamplingConfig
 
 MAX_MERGED_CHARS = 4  # characters that a tokenizer's normaliser may merge into one
@@ -141,12 +141,12 @@ class SequenceGroup:
     @property
     def snapshot_id(self) -> int:
         """Id of the snapshot that computes the prompt; 0 for the bare base."""
-        return self.request.adapter.id if self.request.adapter else 0
+        return self.sort_key[2]
 
     @property
     def adapter_name(self) -> str:
         """Name of the adapter's snapshot; "" for the bare base."""
-        return self.request.adapter.name if self.request.adapter else ""
+        return self.sort_key[1]
 
     def replace_adapter(self, adapter: Snapshot, *, keep_kv: bool) -> None:
         """Sets the adapter of the tokens to come. Without `keep_kv` no keys and values are stored for a later turn."""
@@ -161,8 +161,8 @@ class SequenceGroup:
 
     @cached_property
     def sort_key(self) -> tuple[bool, str, int]:
-        """Sort key: by adapter, the bare base last, which is the row order of a `MultiAdapterRoute`."""
-        return self.request.adapter is None, self.adapter_name, self.snapshot_id
+        """Sort key: by adapter, the bare base last."""
+        return row_order(self.request.adapter)
 
     def completions(self) -> list[Completion]:
         """Returns the answers in sibling order."""

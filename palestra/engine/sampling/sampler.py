@@ -73,11 +73,11 @@ class Sampler:
             cache_bytes = default_cache_bytes(free_memory(str(engine.device)))
         if prefill_tokens is None:
             prefill_tokens = _default_prefill_tokens(engine, cache_bytes)
-        self.batch: LiveBatch = (
-            PlainBatch(engine)
-            if engine.plain_path
-            else CachedBatch(engine, keep_tokens=keep_tokens, cache_bytes=cache_bytes, prefill_tokens=prefill_tokens)
-        )
+        self.batch: LiveBatch = PlainBatch(engine)
+        if not engine.plain_path:
+            self.batch = CachedBatch(
+                engine, keep_tokens=keep_tokens, cache_bytes=cache_bytes, prefill_tokens=prefill_tokens
+            )
         self.scheduler = Scheduler(self.batch, max_num_seqs=max_num_seqs, prefill_tokens=prefill_tokens)
         self.waiting = self.scheduler.waiting
         self._hurried = False
@@ -260,8 +260,7 @@ class Sampler:
 
         def compute(groups: list[SequenceGroup]) -> None:
             chosen = set(groups)
-            now = [row for row in self._live(rows) if row.group in chosen]
-            if not now:
+            if not (now := [row for row in self._live(rows) if row.group in chosen]):
                 return  # preempted
             self.batch.decode(now)
             for client, count in Counter(row.group.request.client for row in now).items():

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from palestra.core.types import Sample
 from palestra.engine.bases.model import Engine
+from palestra.engine.forward.flat_row import packs
 from palestra.engine.forward.logits import row_chunks, widen
 from palestra.engine.forward.tree_attention import Forest, TreeLayout, build_forest, concat_forests
-from palestra.engine.lora.adapters import Snapshot
+from palestra.engine.lora.adapters import Snapshot, row_order
 from palestra.engine.lora.routes import AdapterStack, MultiAdapterRoute
 from palestra.engine.sampling.request import check_prompt, check_top_logprobs
 
@@ -103,25 +104,13 @@ def _check(engine: Engine, question: ScoreRequest) -> None:
 
 
 def _micro_batches(questions: Sequence[ScoreRequest], tokens: int) -> Iterator[list[int]]:
-    """Yields indices of `questions`, sorted so that prompts with common prefixes are in one pack."""
+    """Returns indices of `questions`, sorted so that prompts with common prefixes are in one pack."""
     order = sorted(range(len(questions)), key=lambda i: (_owner(questions[i]), questions[i].ids.tolist()))
-    pack: list[int] = []
-    size = 0
-    for i in order:
-        if pack and size + len(questions[i].ids) > tokens:
-            yield pack
-            pack = []
-            size = 0
-        pack.append(i)
-        size += len(questions[i].ids)
-    if pack:
-        yield pack
+    return packs(order, lambda i: len(questions[i].ids), tokens)
 
 
 def _owner(question: ScoreRequest) -> tuple[bool, str, int]:
-    """Returns the sort key of a request: by adapter, the bare base last, as a `MultiAdapterRoute` orders its rows."""
-    adapter = question.adapter
-    return (adapter is None, adapter.name if adapter else "", adapter.id if adapter else 0)
+    return row_order(question.adapter)
 
 
 @torch.inference_mode()
@@ -145,9 +134,8 @@ def _route(engine: Engine, adapters: Sequence[Snapshot | None], counts: Sequence
     used = [(adapter, count) for adapter, count in zip(adapters, counts, strict=True) if adapter]
     if not used:
         return None
-    return MultiAdapterRoute(
-        AdapterStack([adapter for adapter, _ in used], engine.linear_layers), [count for _, count in used]
-    )
+    adapters, counts = zip(*used, strict=True)
+    return MultiAdapterRoute(AdapterStack(adapters, engine.linear_layers), counts)
 
 
 def _hidden_states(engine: Engine, forest: Forest, route: MultiAdapterRoute | None) -> Tensor:

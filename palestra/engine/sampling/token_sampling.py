@@ -110,13 +110,11 @@ def _sample_chunk(
     cdf_RV = kept_RV.exp().cumsum(-1, dtype=torch.float64)
     target_R1 = torch.as_tensor(u_R, device=cdf_RV.device, dtype=cdf_RV.dtype)[:, None] * cdf_RV[:, -1:]
     tokens_R = torch.searchsorted(cdf_RV, target_R1, right=True)[:, 0].clamp_(max=logp_RV.shape[1] - 1)
-    greedy = [i for i, s in enumerate(settings) if s.temperature == 0]
-    if greedy:
+    if greedy := [i for i, s in enumerate(settings) if s.temperature == 0]:
         tokens_R[greedy] = logp_RV[greedy].argmax(-1)
     logps_R = logp_RV.gather(1, tokens_R[:, None])[:, 0]
     kept_ids = [NO_IDS] * len(settings)
-    masked = [i for i, s in enumerate(settings) if s.records_mask]
-    if masked:
+    if masked := [i for i, s in enumerate(settings) if s.records_mask]:
         logps_R[masked] -= kept_RV[masked].logsumexp(-1)
         for i, row_V in zip(masked, kept_RV[masked], strict=True):
             kept_ids[i] = (row_V > -torch.inf).nonzero()[:, 0].int().cpu().numpy()

@@ -49,28 +49,29 @@ from palestra.engine.training.optimizers import TextOptimizer, build_optimizer, 
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.parallel.torch_group import sum_in_place
 
+GROWTH_INTERVAL = 2000  # steps
+
 
 class LossScale:
     """Dynamic loss scale for float16 gradients (Micikevicius et al., 2018, section 3.2): halved when one overflows,
-    doubled after `growth_interval` consecutive steps without overflow.
+    doubled after `GROWTH_INTERVAL` consecutive steps without overflow.
 
     Replaces torch's GradScaler, which checks the gradients of one process: here the norm of the whole gradient, which
     is equal on all ranks, decides.
     """
 
-    def __init__(self, value: float = 2.0**16, growth_interval: int = 2000) -> None:
-        self.value = value
-        self.growth_interval = growth_interval
-        self.good_steps = 0
+    value = 2.0**16
+    good_steps = 0
 
     def update(self, finite: bool) -> Metrics:
         """Updates the scale after a step and returns its metrics; `finite` is true if all gradients were finite. Raises
         ValueError if the scale falls below 2**-14, because gradients are never finite."""
         metrics = {"loss_scale": self.value, "skipped": float(not finite)}
-        self.good_steps = self.good_steps + 1 if finite else 0
+        self.good_steps += 1
         if not finite:
             self.value /= 2
-        elif self.good_steps == self.growth_interval:
+            self.good_steps = 0
+        elif self.good_steps == GROWTH_INTERVAL:
             self.value = 2 * self.value
             self.good_steps = 0
         if self.value < 2.0**-14:
@@ -146,6 +147,7 @@ class AdapterWeights:
             engine.model.requires_grad_(True)
         self.critic = value_head(engine) if critic else None
         self.parameters = adapter.parameters() if adapter else list(engine.model.parameters())
+        self._num_policy_parameters = len(self.parameters)
         if self.critic:
             self.parameters += list(self.critic.parameters())
         self.reference: Adapter | None = None
@@ -155,9 +157,8 @@ class AdapterWeights:
     def reset_optimizer(self) -> None:
         """Creates a new optimizer for this rank's part of the parameters, and sets the step count to 0."""
         self.local_parameters = [local_shard(parameter) for parameter in self.parameters]
-        count = len(self.local_parameters) - (len(list(self.critic.parameters())) if self.critic else 0)
-        self.policy_parameters = self.local_parameters[:count]
-        self.critic_parameters = self.local_parameters[count:]
+        self.policy_parameters = self.local_parameters[: self._num_policy_parameters]
+        self.critic_parameters = self.local_parameters[self._num_policy_parameters :]
         self.optimizer: Any = build_optimizer(
             self.optimizer_config, self.policy_parameters, self.critic_parameters, self._matrices()
         )
@@ -197,7 +198,9 @@ class AdapterWeights:
 
     def snapshot(self, name: str) -> Snapshot | None:
         """Returns a copy of the adapter for sampling; None for a full model."""
-        return self.adapter.snapshot(name, self.engine.dtype) if self.adapter else None
+        if self.adapter is None:
+            return None
+        return self.adapter.snapshot(name, self.engine.dtype)
 
     def save(self, folder: Path) -> None:
         """Writes weights and training state. All ranks must call it; rank 0 writes."""
@@ -246,10 +249,10 @@ class AdapterWeights:
     def _micro_batches_by_rank(self, samples: Sequence[Sample], share: float | None = None) -> list[list[MicroBatch]]:
         """Returns the micro-batches of each rank. `share` is the weight of a token (None: `samples` are all that
         count)."""
-        share = token_weight(samples) if share is None else share
-        return [
-            micro_batches(part, self.pack_tokens, share) for part in split_over_ranks(samples, self.group.world_size)
-        ]
+        if share is None:
+            share = token_weight(samples)
+        parts = split_over_ranks(samples, self.group.world_size)
+        return [micro_batches(part, self.pack_tokens, share) for part in parts]
 
     def _dummy_micro_batches(self, parts: Sequence[Sequence[MicroBatch]]) -> list[MicroBatch]:
         """Returns dummy micro-batches of weight 0, so that this rank makes as many passes as the rank with the most:
@@ -262,7 +265,9 @@ class AdapterWeights:
         return [MicroBatch([shortest], [0.0])] * (most - len(parts[self.group.rank]))
 
     def _backward(self, value: Tensor) -> None:
-        (value * self.loss_scale.value if self.loss_scale else value).backward()
+        if self.loss_scale:
+            value = value * self.loss_scale.value
+        value.backward()
         self.engine.release_freed_memory()
 
     def optim_step(self, step: OptimConfig) -> Metrics:
@@ -289,10 +294,14 @@ class AdapterWeights:
             tensor.grad = None
         if not fits and not self.loss_scale:
             raise ValueError(f"the gradient's norm is {float(norm)}. Lower the learning rate, or look for bad rewards.")
-        metrics = self.loss_scale.update(fits) if self.loss_scale else {}
+        if not fits:
+            norm = critic_norm = torch.zeros(())
+        metrics = {"grad_norm": float(norm)}
+        if self.loss_scale:
+            metrics |= self.loss_scale.update(fits)
         if self.critic:
-            metrics["critic_grad_norm"] = float(critic_norm) if fits else 0.0
-        return {"grad_norm": float(norm) if fits else 0.0, **metrics}
+            metrics["critic_grad_norm"] = float(critic_norm)
+        return metrics
 
     def _gather_gradients(self) -> Tensor:
         """Sums the gradients over the ranks; returns the norm of the policy's, which is equal on all ranks.
@@ -305,7 +314,8 @@ class AdapterWeights:
         alike = [p for p in self.parameters if not is_sharded(p)]
         if self.group.world_size > 1:
             for parameter in alike:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
             sum_in_place(self.group, [p.grad for p in alike if p.grad is not None])
         for leaf, parameter in zip(self.local_parameters, self.parameters, strict=True):
             if leaf is not parameter and parameter.grad is not None:
@@ -389,7 +399,10 @@ class AdapterWeights:
 
 def _zero_loss(tokens: LossInputs) -> Tensor:
     """Returns a loss of zero with zero gradients."""
-    return 0.0 * (tokens.logp_M.sum() + (0.0 if tokens.value_M is None else tokens.value_M.sum()))
+    outputs = [tokens.logp_M]
+    if tokens.value_M is not None:
+        outputs.append(tokens.value_M)
+    return 0.0 * torch.cat(outputs).sum()
 
 
 def _sum_metrics(parts: Sequence[Metrics]) -> Metrics:
@@ -418,10 +431,10 @@ class ReferenceWeights:
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, on_disk: bool) -> None:
         self.parameters = list(parameters)
-        self.on_disk = on_disk
         self.is_base = True
-        self._folder = Path(tempfile.mkdtemp(prefix="palestra-reference-")) if on_disk else None
-        if self._folder:
+        self._folder: Path | None = None
+        if on_disk:
+            self._folder = Path(tempfile.mkdtemp(prefix="palestra-reference-"))
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._tensors: list[Tensor] = []
         self._store([parameter.detach() for parameter in self.parameters])

@@ -121,20 +121,24 @@ def _flat(slots: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
             yield from _flat(value)
         else:
             tensor = torch.as_tensor(value)
-            yield slot, tensor.clone() if slot.startswith("qmap") else tensor  # one table, shared by all parameters
+            if slot.startswith("qmap"):  # one table, shared by all parameters
+                tensor = tensor.clone()
+            yield slot, tensor
 
 
 def load_training_state(folder: Path, trainer: TrainingState) -> None:
     """Restores weights and optimizer state from `folder` into a trainer of the same shape. Raises ValueError if they do
     not fit."""
     load_weights(folder, trainer)
-    trainer.reference = (
-        load_adapter(folder / REFERENCE_DIR, trainer.engine) if (folder / REFERENCE_DIR).exists() else None
-    )
+    trainer.reference = None
+    if (folder / REFERENCE_DIR).exists():
+        trainer.reference = load_adapter(folder / REFERENCE_DIR, trainer.engine)
     if trainer.full_reference and (folder / FULL_REFERENCE_FILE).exists():
         trainer.full_reference.load(folder / FULL_REFERENCE_FILE)
     if trainer.critic:
-        _load_critic(folder / CRITIC_FILE, trainer.critic)
+        if not (folder / CRITIC_FILE).exists():
+            raise ValueError(f"the checkpoint at {folder} holds no critic ({CRITIC_FILE}): it was trained without one")
+        trainer.critic.load_state_dict(load_file(folder / CRITIC_FILE))
     _load_optimizer(folder / "optimizer.safetensors", trainer)
 
 
@@ -149,12 +153,6 @@ def load_weights(folder: Path, trainer: TrainingState) -> None:
         trainer.adapter.copy_from(saved)
     else:
         load_full_model(folder, trainer.engine)
-
-
-def _load_critic(path: Path, critic: nn.Linear) -> None:
-    if not path.exists():
-        raise ValueError(f"the checkpoint at {path.parent} holds no critic ({path.name}): it was trained without one")
-    critic.load_state_dict(load_file(path))
 
 
 def load_full_model(folder: Path, engine: Engine) -> None:
@@ -205,8 +203,9 @@ def _copy_converted(folder: Path, model: PreTrainedModel, mine: dict[str, Tensor
             raise _other_weights(folder, first if isinstance(first, str) else first[0])
     with torch.no_grad():
         for name, whole in loaded.state_dict().items():
-            part = whole[local_rows(mine[name])] if is_sharded(mine[name]) else whole
-            local_shard(mine[name]).copy_(part)
+            if is_sharded(mine[name]):
+                whole = whole[local_rows(mine[name])]
+            local_shard(mine[name]).copy_(whole)
 
 
 def _other_weights(folder: Path, name: str) -> ValueError:
@@ -221,8 +220,11 @@ def _shape_in(file: Any, name: str) -> list[int]:
 def _part(file: Any, name: str, like: Tensor) -> Tensor:
     """Returns the rows of a stored tensor that this rank holds of `like`; the whole tensor if `like` is not sharded or
     has another shape."""
-    whole = not is_sharded(like) or _shape_in(file, name) != list(like.shape)
-    part: Tensor = file.get_tensor(name) if whole else file.get_slice(name)[local_rows(like)]
+    part: Tensor
+    if not is_sharded(like) or _shape_in(file, name) != list(like.shape):
+        part = file.get_tensor(name)
+    else:
+        part = file.get_slice(name)[local_rows(like)]
     return part
 
 

@@ -99,9 +99,8 @@ class _Reference:
         self.stack = AdapterStack([adapter], engine.linear_layers) if adapter else None
         forest = build_forest([np.concatenate([x.reference_prompt, x.answer[:-1]]).astype(np.int64) for x in lessons])
         paths = zip(lessons, forest.paths, strict=True)
-        keep, row_A = np.unique(
-            np.concatenate([path[len(x.reference_prompt) - 1 :] for x, path in paths]), return_inverse=True
-        )
+        read = np.concatenate([path[len(x.reference_prompt) - 1 :] for x, path in paths])
+        keep, row_A = np.unique(read, return_inverse=True)
         ids_S = engine.tensor(forest.ids_S)
         positions_S = engine.tensor(forest.positions_S)
         layout = TreeLayout(forest, engine.device)

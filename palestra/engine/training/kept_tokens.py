@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.core.types import Sample
+from palestra.core.types import Sample, SamplingMask
 
 REMOVED = -1e30  # logit of a removed token; with minus infinity, 0 * log 0 of an entropy would be NaN
 
@@ -48,8 +48,8 @@ def kept_tokens(samples: Sequence[Sample], device: torch.device | str) -> KeptTo
     if all(sample.sampling_mask is None for sample in samples):
         return None
     none = np.zeros(0, np.int32)
-    ids = [sample.sampling_mask.ids if sample.sampling_mask else none for sample in samples]
-    counts = [s.sampling_mask.counts if s.sampling_mask else np.zeros(len(s.token_ids), np.int32) for s in samples]
-    count_M = np.abs(np.concatenate(counts).astype(np.int64))
-    parts = np.concatenate(ids).astype(np.int64), np.cumsum(count_M) - count_M, count_M
+    masks = [s.sampling_mask or SamplingMask(none, np.zeros(len(s.token_ids), np.int32)) for s in samples]
+    count_M = np.abs(np.concatenate([mask.counts for mask in masks]).astype(np.int64))
+    ids_K = np.concatenate([mask.ids for mask in masks]).astype(np.int64)
+    parts = ids_K, np.cumsum(count_M) - count_M, count_M
     return KeptTokens(*(torch.as_tensor(part, device=device) for part in parts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from palestra.core.losses import LossInputs
 from palestra.core.sample_weights import batch_denominator, trained_weight
 from palestra.core.types import Sample, is_sampled
 from palestra.engine.bases.model import Engine
+from palestra.engine.forward.flat_row import packs
 from palestra.engine.forward.linear import padded_rows
 from palestra.engine.forward.routing_replay import packed_experts
 from palestra.engine.forward.tree_attention import Forest, TreeLayout, build_forest, common_prefix, padded_forest
@@ -92,7 +94,10 @@ class PackedBatch:
             scores = score_tokens(LMHead(engine, route), features, wanted, entropy_grad=entropy_grad)
             return TokenOutputs(*scores, select_rows(features, wanted.row_M))
 
-        outputs: TokenOutputs = engine.sharded_params.in_pass(compute) if engine.sharded_params else compute()
+        if engine.sharded_params:
+            outputs: TokenOutputs = engine.sharded_params.in_pass(compute)
+        else:
+            outputs = compute()
         engine.release_freed_memory()
         return outputs
 
@@ -127,19 +132,13 @@ def micro_batches(samples: Sequence[Sample], tokens: int, weight: float | None =
     """Splits `samples`, in order, into micro-batches of at most `tokens` tokens counted before
     sharing (a single group may exceed it). `weight` is the weight of a token (None: these samples
     are a whole batch)."""
-    weight = token_weight(samples) if weight is None else weight
-    result: list[MicroBatch] = []
-    part: list[Sample] = []
-    size = 0
-    for group in by_group(samples):
-        length = _length(group)
-        if part and size + length > tokens:
-            result.append(MicroBatch(part, [weight * s.weight for s in part]))
-            part = []
-            size = 0
-        part += group
-        size += length
-    return [*result, MicroBatch(part, [weight * s.weight for s in part])] if part else result
+    if weight is None:
+        weight = token_weight(samples)
+    result = []
+    for groups in packs(by_group(samples), _length, tokens):
+        part = list(chain.from_iterable(groups))
+        result.append(MicroBatch(part, [weight * s.weight for s in part]))
+    return result
 
 
 def split_over_ranks(samples: Sequence[Sample], count: int) -> list[list[Sample]]:
@@ -171,7 +170,9 @@ def build_loss_inputs(pack: MicroBatch, logp_M: Tensor, entropy_M: Tensor, value
         return tensor(np.concatenate([getattr(s, field) for s in samples]))
 
     def optional_values(field: str) -> Tensor | None:
-        return None if any(getattr(s, field) is None for s in samples) else field_values(field)
+        if any(getattr(s, field) is None for s in samples):
+            return None
+        return field_values(field)
 
     sampler_logp_M = old_logp_M = field_values("logprobs")
     if samples[0].old_logprobs is not None:

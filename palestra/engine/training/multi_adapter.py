@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from palestra.core.losses import TensorMetrics
 from palestra.core.types import Datum
 from palestra.engine.bases.model import Engine
+from palestra.engine.forward.flat_row import packs
 from palestra.engine.forward.logits import fits_at_once, widen
 from palestra.engine.forward.tree_attention import Forest, TreeLayout, build_forest, concat_forests
 from palestra.engine.lora.adapters import Adapter
@@ -68,7 +69,9 @@ class Job:
         if not self.weighted_only:
             return np.arange(len(datum.tokens))
         weighted = np.flatnonzero((datum.inputs["weights"].reshape(len(datum.tokens), -1) != 0).any(1))
-        return weighted if len(weighted) else np.zeros(1, np.int64)
+        if not len(weighted):
+            return np.zeros(1, np.int64)
+        return weighted
 
 
 @dataclass
@@ -97,7 +100,7 @@ class BlockRoute:
         return torch.cat([route.linear(name, block, layer) for route, block in blocks], dim=-2)
 
     def narrow(self, keep_M: Tensor) -> BlockRoute:
-        return BlockRoute([route.adapter for route in self.routes], count_kept_rows(self.counts, keep_M))
+        return BlockRoute([route.owner for route in self.routes], count_kept_rows(self.counts, keep_M))
 
 
 @dataclass
@@ -163,25 +166,18 @@ def train_jobs(
 def _micro_batches(jobs: Sequence[Job], tokens: int) -> Generator[dict[int, list[Datum]], None, None]:
     """Yields the data of all jobs in order, by job number, at most `tokens` tokens at a time (a single datum may exceed
     it)."""
-    pack: dict[int, list[Datum]] = {}
-    size = 0
-    for number, job in enumerate(jobs):
-        for datum in job.data:
-            if pack and size + len(datum.tokens) > tokens:
-                yield pack
-                pack = {}
-                size = 0
-            pack.setdefault(number, []).append(datum)
-            size += len(datum.tokens)
-    if pack:
-        yield pack
+    numbered = chain.from_iterable(zip(repeat(number), job.data, strict=False) for number, job in enumerate(jobs))
+    for pack in packs(numbered, lambda part: len(part[1].tokens), tokens):
+        data: dict[int, list[Datum]] = {}
+        for number, datum in pack:
+            data.setdefault(number, []).append(datum)
+        yield data
 
 
 def _run_slices(engine: Engine, parts: list[JobSlice]) -> None:
     """Runs one pass for all `parts`. If it fails, runs each part alone, so that only the jobs that cause the error
     fail."""
-    parts = [part for part in parts if part.state.error is None]
-    if not parts:
+    if not (parts := [part for part in parts if part.state.error is None]):
         return
     try:
         _pass(engine, parts)
@@ -206,9 +202,9 @@ def _pass(engine: Engine, parts: list[JobSlice]) -> None:
         positions = engine.tensor(flat.positions_S)
         layout = TreeLayout(flat, engine.device)
         hidden_CH = engine.hidden_states(engine.tensor(flat.ids_S), positions, layout, route, engine.tensor(keep))
-        head_of = _heads(
-            engine, route if len(keep) == len(flat.ids_S) else route.narrow(engine.tensor(keep)), hidden_CH
-        )
+        if len(keep) < len(flat.ids_S):
+            route = route.narrow(engine.tensor(keep))
+        head_of = _heads(engine, route, hidden_CH)
         judged = []
         for part, part_rows in zip(parts, rows, strict=True):
             at = [np.searchsorted(keep, row_n) for row_n in part_rows]

@@ -34,8 +34,7 @@ class MuonAndAdamW:
         self._parts: list[torch.optim.Optimizer] = []
         for group in groups:
             rest = [p for p in group["params"] if id(p) not in ids]
-            mine = [p for p in group["params"] if id(p) in ids]
-            if mine:
+            if mine := [p for p in group["params"] if id(p) in ids]:
                 muon = {**group, "params": mine}
                 self._parts.append(torch.optim.Muon([muon], lr=1e-3, adjust_lr_fn="match_rms_adamw"))
             if rest:
@@ -112,5 +111,7 @@ def state_bytes(config: OptimizerConfig, num_weights: int) -> int:
     if isinstance(config, AdamW8bit):
         return 2 * num_weights + 8 * num_weights // BLOCK_8BIT
     if isinstance(config, SGD):
-        return (4 if config.momentum else 0) * num_weights
-    return (4 if isinstance(config, Muon) else 8) * num_weights
+        return 4 * num_weights * bool(config.momentum)
+    if isinstance(config, Muon):
+        return 4 * num_weights
+    return 8 * num_weights

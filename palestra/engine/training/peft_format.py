@@ -288,7 +288,8 @@ def _config(about: Mapping[str, Any], tensors: Mapping[str, Tensor], engine: Eng
     """Returns the config of an adapter with these tensors. Raises ValueError if the base does not have the adapted
     layers."""
     adapted = [key.removesuffix(A_END) for key in tensors if key.endswith(A_END)]
-    experts = _stacked_names(adapted, about, engine)
+    targets = names_of_targets(stacked_parameters(engine.model), about.get("target_parameters") or ())
+    experts = {name: wrapped for name, wrapped in _wrapped_names(targets).items() if wrapped in adapted}
     linear = [name for name in adapted if name not in experts.values()]
     plain = [key for key in tensors if not key.endswith((A_END, B_END, MAGNITUDE_END))]
     magnitudes = [key for key in tensors if key.endswith(MAGNITUDE_END)]
@@ -319,12 +320,6 @@ def _matching_patterns(patterns: Mapping[str, Any] | None, names: list[str]) -> 
     """Returns the patterns that match an adapted layer; PEFT ignores the others."""
     known = (patterns or {}).items()
     return {key: value for key, value in known if any(matches_pattern(key, name) for name in names)}
-
-
-def _stacked_names(adapted: list[str], about: Mapping[str, Any], engine: Engine) -> dict[str, str]:
-    """Returns PEFT's names of the stacked weights of the base that `about` names as targets and that have weights."""
-    named = names_of_targets(stacked_parameters(engine.model), about.get("target_parameters") or ())
-    return {name: wrapped for name, wrapped in _wrapped_names(named).items() if wrapped in adapted}
 
 
 def _fill(adapter: Adapter, tensors: Mapping[str, Tensor]) -> None:

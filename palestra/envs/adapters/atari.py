@@ -14,6 +14,7 @@ from palestra.envs.adapters.pettingzoo.games import load_game
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
 from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec
 from palestra.envs.support.options import check_at_least
+from palestra.envs.vector_base import zero_actions
 
 SCREEN_SIZE = 84
 
@@ -70,7 +71,7 @@ class AtariGame:
     def reset(self, seed: int) -> SingleStep:
         step = self.inner.reset(seed)
         rng = np.random.default_rng(seed)
-        nothing = self.spec.zero_actions(1)[0]
+        nothing = zero_actions(self.spec.action_spaces, (1,))[0]
         for _ in range(rng.integers(self.noop_max + 1)):
             step = self.inner.step(nothing)
             if step.terminated or step.truncated:

@@ -72,7 +72,9 @@ class EnvPoolEnv(VectorEnv):
         self.close()
         numbers = [episode_seed(int(seed), 0) for seed in seeds]
         alone = len(self.seats) > 1 and not self.has_joint_actions
-        rows = [[b] for b in range(self.num_envs)] if alone else [list(range(self.num_envs))]
+        rows = [list(range(self.num_envs))]
+        if alone:
+            rows = [[b] for b in range(self.num_envs)]
         self.pools = [(self._make_pool([numbers[b] for b in games]), np.array(games)) for games in rows]
         frame = self.vector_step
         frame.rewards[:], frame.terminated[:], frame.truncated[:] = 0, False, False
@@ -106,7 +108,9 @@ class EnvPoolEnv(VectorEnv):
         """Converts the actions of the games `rows` to EnvPool's layout."""
         if self.is_turn_based:
             return actions[np.arange(len(rows)), self.vector_step.agent_mask[rows].argmax(1)]
-        return actions + self.first_actions if self.has_joint_actions else actions.reshape(-1, *actions.shape[2:])
+        if self.has_joint_actions:
+            return actions + self.first_actions
+        return actions.reshape(-1, *actions.shape[2:])
 
     def _make_pool(self, seeds: list[int]) -> Any:
         try:
@@ -148,7 +152,7 @@ class EnvPoolEnv(VectorEnv):
         mask = obs.get("action_mask") if isinstance(obs, dict) else info.get("legal_action_mask")
         if mask is None:
             return None
-        sizes = {space.n if isinstance(space, Discrete) else 0 for space in self.action_spaces}
+        sizes = {getattr(space, "n", 0) for space in self.action_spaces}
         size = max(sizes)
         shape = mask.shape[1:]
         if sizes != {size} or size == 0 or shape not in ((size,), (len(self.seats), size)):
@@ -156,8 +160,7 @@ class EnvPoolEnv(VectorEnv):
                 f'EnvPool\'s "{self.id}" has an action_mask {list(shape)}, which is only used for one integer of '
                 "each seat, all with equally many values: choose an env with such actions, or one that masks none"
             )
-        by_seat = mask if mask.ndim == 3 else mask[:, None]
-        return np.broadcast_to(by_seat, (len(mask), len(self.seats), size))
+        return np.broadcast_to(mask.reshape(len(mask), -1, size), (len(mask), len(self.seats), size))
 
 
 def _leaves(obs: Any, name: str = "") -> Iterator[tuple[str, np.ndarray]]:
@@ -167,4 +170,4 @@ def _leaves(obs: Any, name: str = "") -> Iterator[tuple[str, np.ndarray]]:
         return
     items = sorted(obs.items()) if isinstance(obs, dict) else enumerate(obs)
     for key, value in items:
-        yield from _leaves(value, f"{name}.{key}" if name else str(key))
+        yield from _leaves(value, f"{name}.{key}".removeprefix("."))

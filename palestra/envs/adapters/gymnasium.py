@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeGuard
 
@@ -22,6 +23,7 @@ MIN_IMAGE_SIDE = 36  # pixels per side at least; smaller grids are boards, read 
 MAX_PIXEL_RANGE = 65_535  # of 16 bits; wider bounds are the range of a dtype, not of pixels
 HIGHLIGHT = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m")  # colours of a terminal, around what a text emphasises
 RENDER_MODES = ("rgb_array", "ansi")  # those whose result can be recorded
+RESULT_NAMES = {2: "observation, info", 5: "observation, reward, terminated, truncated, info"}  # by their number
 MAX_INTEGER_CHOICES = 4096  # values of all integers of an action together: a network has an output for each
 
 
@@ -55,9 +57,8 @@ def obs_encoder(space: spaces.Space[Any], label: str) -> ObsEncoder:
         shape = space.shape
         pixels = _is_bytes(space)
         if (stored := _image_shape(shape)) is not None:
-            encode = to_array if stored[0] == shape else partial(_image, order=stored[1], shape=stored[0])
-            scaled = encode if pixels else _unit_scaled(encode, space)
-            return ObsEncoder(stored[0], pixels, scaled)
+            encode = _unit_scaled(partial(_image, order=stored[1], shape=stored[0]), space)
+            return ObsEncoder(stored[0], pixels, encode)
         if len(shape) == 1 and not pixels:
             return ObsEncoder(shape, False, _float32)
         scale = 1 / 255 if pixels else 1.0
@@ -98,8 +99,8 @@ def _image(value: Any, order: tuple[int, ...], shape: tuple[int, int, int]) -> n
 
 def _unit_scaled(encode: Callable[[Any], np.ndarray], space: spaces.Box | spaces.MultiBinary) -> Callable[..., Any]:
     """Returns `encode` with pixels scaled from the bounds of `space` to 0 to 1, as convolutions want floats; `encode`
-    itself if they are in 0 to 1 already, or have no bounds."""
-    if not isinstance(space, spaces.Box):
+    itself if they are bytes, are in 0 to 1 already, or have no bounds."""
+    if not isinstance(space, spaces.Box) or _is_bytes(space):
         return encode
     low = float(space.low.min())
     high = float(space.high.max())
@@ -152,8 +153,7 @@ def _float32(value: Any) -> np.ndarray:
 
 def _numbers(value: Any, dimensions: int, scale: float) -> np.ndarray:
     array = _float32(value)
-    array = array.reshape(*array.shape[: array.ndim - dimensions], -1)
-    return array if scale == 1.0 else array * np.float32(scale)
+    return array.reshape(*array.shape[: array.ndim - dimensions], -1) * np.float32(scale)
 
 
 def _flat(space: spaces.Space[Any], value: Any) -> np.ndarray:
@@ -222,12 +222,21 @@ def _box(
     action: np.ndarray, shape: tuple[int, ...], dtype: Any, bounds: tuple[np.ndarray, np.ndarray] | None
 ) -> np.ndarray:
     value = action[: int(np.prod(shape))].reshape(shape).astype(dtype)
-    return value if bounds is None else np.clip(value, *bounds)
+    if bounds is None:
+        return value
+    return np.clip(value, *bounds)
 
 
 def observation_box(shape: tuple[int, ...], is_uint8: bool) -> spaces.Box:
     """Returns the Gymnasium space of observations of this shape: uint8 if `is_uint8`, else unbounded float32."""
-    return spaces.Box(0, 255, shape, np.uint8) if is_uint8 else spaces.Box(-np.inf, np.inf, shape, np.float32)
+    if is_uint8:
+        return spaces.Box(0, 255, shape, np.uint8)
+    return spaces.Box(-np.inf, np.inf, shape, np.float32)
+
+
+def flat_box_size(space: Any) -> int:
+    """Returns the length of a one-dimensional Box; 0 for any other space and for None."""
+    return space.shape[0] if isinstance(space, spaces.Box) and len(space.shape) == 1 else 0
 
 
 def with_action_mask(observation: spaces.Space[Any], num_actions: int) -> spaces.Dict:
@@ -241,7 +250,7 @@ def split_action_mask(space: spaces.Space[Any]) -> tuple[spaces.Space[Any], bool
     if not isinstance(space, spaces.Dict) or "action_mask" not in space.spaces:
         return space, False
     rest = {key: part for key, part in space.spaces.items() if key != "action_mask"}
-    return rest["observation"] if "observation" in rest else spaces.Dict(rest), True
+    return rest.get("observation", spaces.Dict(rest)), True
 
 
 def without_action_mask(value: dict[str, Any]) -> Any:
@@ -270,11 +279,12 @@ def refuse_late_mask(label: str) -> NoReturn:
 def read_result(result: Any, length: int, method: str) -> Any:
     """Returns the result of an env's `reset` or `step`. Raises ValueError unless it has as many values as Gymnasium's
     and PettingZoo's current ones, and an info."""
-    if not isinstance(result, tuple | list) or len(result) != length or not isinstance(result[-1], dict):
-        shown = f"{len(result)} values" if isinstance(result, tuple | list) else f"a {type(result).__name__}"
-        names = "observation, info" if length == 2 else "observation, reward, terminated, truncated, info"
-        raise ValueError(f"{method} returned {shown}: return ({names}), with a dictionary as info")
-    return result
+    shown = f"a {type(result).__name__}"
+    if isinstance(result, tuple | list):
+        if len(result) == length and isinstance(result[-1], dict):
+            return result
+        shown = f"{len(result)} values"
+    raise ValueError(f"{method} returned {shown}: return ({RESULT_NAMES[length]}), with a dictionary as info")
 
 
 def render_package_env(env: Any) -> RenderFrame | None:
@@ -288,16 +298,6 @@ def render_package_env(env: Any) -> RenderFrame | None:
     if isinstance(drawn, np.ndarray):
         return drawn
     raise ValueError(f"{env}.render returned a {type(drawn).__name__}: return a picture (rgb_array) or a text (ansi)")
-
-
-def flat_box_size(space: Any) -> int:
-    """Returns the length of a one-dimensional Box; 0 for any other space and for None."""
-    return space.shape[0] if isinstance(space, spaces.Box) and len(space.shape) == 1 else 0
-
-
-def zero_action(space: spaces.Space[Any]) -> np.ndarray:
-    """Returns an action of zeros."""
-    return np.zeros(space.shape or (), space.dtype or np.int32)
 
 
 def gymnasium_space(space: Space) -> spaces.Space[Any]:
@@ -329,10 +329,14 @@ class GymnasiumGame:
     def __init__(self, make: Callable[[], gymnasium.Env], reset_options: dict[str, Any] | None = None) -> None:
         self.env = make()
         self.reset_arguments: dict[str, Any] = {"options": reset_options} if reset_options else {}
-        several = isinstance(self.env.action_space, spaces.Tuple)
+        self.is_multi_agent = several = isinstance(self.env.action_space, spaces.Tuple)
         self.action_decoders = [action_decoder(part, "a seat") for part in seat_spaces(self.env.action_space)]
         count = len(self.action_decoders)
-        seen = seat_spaces(self.env.observation_space) if several else [self.env.observation_space]
+        seats: tuple[str, ...] = ("agent",)
+        seen = [self.env.observation_space]
+        if several:
+            seats = tuple(f"agent_{n}" for n in range(count))
+            seen = seat_spaces(self.env.observation_space)
         split = [split_action_mask(part) for part in seen]
         self.has_dict_obs = [is_masked for _, is_masked in split]
         self.obs_encoders = [obs_encoder(part, "a seat") for part, _ in split]
@@ -343,7 +347,6 @@ class GymnasiumGame:
                 "MultiDiscrete, or that each of several sees its part of a Tuple"
             )
         _, info = read_result(self.env.reset(seed=0, **self.reset_arguments), 2, f"{self.env}.reset")
-        self.is_multi_agent = several
         has_masked_obs = any(self.has_dict_obs)
         kinds = tuple(choice.space for choice in self.action_decoders)
         is_masked = has_masked_obs or "action_mask" in info
@@ -354,7 +357,7 @@ class GymnasiumGame:
             result = self.env.step(self.env.action_space.sample())
             success = read_result(result, 5, f"{self.env}.step")[-1].get("is_success")
         self.spec = VectorEnvSpec(
-            tuple(f"agent_{n}" for n in range(count)) if several else ("agent",),
+            seats,
             tuple(encoder.shape for encoder in self.obs_encoders),
             kinds,
             uint8_observations=all(encoder.is_uint8 for encoder in self.obs_encoders),
@@ -423,7 +426,7 @@ class GymnasiumGame:
         return SingleStep(
             [None if left else encoder.encode(part) for encoder, part, left in rows],
             ~self.seats_done,
-            action_mask=self._action_masks(parts, info) if self.spec.has_action_mask else None,
+            action_mask=self._action_masks(parts, info),
             success=self._success(info.get("is_success", False)),
         )
 
@@ -432,9 +435,11 @@ class GymnasiumGame:
             return require_flag(value, "is_success")
         return np.broadcast_to(self.flags(value, "is_success"), len(self.spec.seats))
 
-    def _action_masks(self, parts: Sequence[Any], info: dict[str, Any]) -> list[np.ndarray | None]:
-        """Returns the action mask of each seat; None if it is not known and the game is over. Raises ValueError if the
-        info has none although the info of the first reset had one."""
+    def _action_masks(self, parts: Sequence[Any], info: dict[str, Any]) -> list[np.ndarray | None] | None:
+        """Returns the action mask of each seat, None if it is not known and the game is over; None if the env has none.
+        Raises ValueError if the info has none although the info of the first reset had one."""
+        if not self.spec.has_action_mask:
+            return None
         if any(self.has_dict_obs):
             kinds = zip(parts, self.has_dict_obs, self.spec.action_spaces, self.spec.seats, strict=True)
             return [
@@ -457,20 +462,15 @@ class GymnasiumGame:
 def make_gymnasium_env(id: str, options: dict[str, Any] | None = None, wrappers: Wrappers = None) -> gymnasium.Env:
     """Returns `gymnasium.make(id, **options)` without the env checker, or for "module:Class" an instance of the class,
     within `wrappers`. Raises ValueError if the env cannot be made or wrapped."""
+    make: Callable[..., Any] = partial(gymnasium.make, id, disable_env_checker=True)
     try:
-        make = _import_maker(id) or partial(gymnasium.make, id, disable_env_checker=True)
+        with suppress(AttributeError):  # at "module:Env-v0", which Gymnasium imports
+            if ":" in id:
+                make = import_object(id)
         env = make(**(options or {}))
     except (gymnasium.error.Error, ImportError, TypeError) as error:
         raise ValueError(f'Gymnasium cannot make "{id}" with {options or "no options"}: {error}') from error
     return wrap(env, wrappers, "gymnasium.wrappers")
-
-
-def _import_maker(id: str) -> Any:
-    """Returns what "module:name" names; None for "module:Env-v0", which Gymnasium imports, and without a module."""
-    try:
-        return import_object(id) if ":" in id else None
-    except AttributeError:
-        return None
 
 
 def games_of(make: Callable[[], gymnasium.Env], num_envs: int, label: str) -> PackageVectorEnv:

@@ -106,7 +106,7 @@ class CompiledEnv:
         space = self.action_spaces[n]
         if isinstance(space, Discrete):
             return action
-        return action[: len(space.low if isinstance(space, Continuous) else space.sizes)]
+        return action[: space.width]
 
     def _terminated_seats(self, gone: Any, done: Any, over: Any, cut: Any) -> Any:
         """Returns the seats that have terminated: those that had before (`gone`), those that are done before the game
@@ -116,7 +116,9 @@ class CompiledEnv:
 
     def _alive(self, state: Any) -> tuple[Any, Any]:
         """Returns whether any ally and any enemy of SMAX is alive."""
-        alive = (state.state if self.has_scripted_enemies else state).unit_alive
+        if self.has_scripted_enemies:
+            state = state.state
+        alive = state.unit_alive
         return alive[: self.env.num_allies].any(), alive[self.env.num_allies :].any()
 
     def _hit_time_limit(self, state: Any, steps: Any) -> Any:
@@ -163,9 +165,8 @@ class JaxMarlEnv(VectorEnv):
     def reset(self, seeds: np.ndarray) -> VectorStep:
         keys = jnp.stack([jax.random.PRNGKey(episode_seed(int(seed), 0)) for seed in seeds])
         self._carried, shown = self.compiled.reset(keys)
-        ends = ["rewards", "terminated", "truncated", *(["success"] if self.compiled.has_scripted_enemies else [])]
-        ends += [] if self.vector_step.seat_terminated is None else ["seat_terminated"]
-        return self._write_step(shown | dict.fromkeys(ends, 0))
+        ends = {"rewards", "terminated", "truncated", "success", "seat_terminated"}
+        return self._write_step(shown | dict.fromkeys(ends & self.vector_step.arrays().keys(), 0))
 
     def step(self, actions: np.ndarray) -> VectorStep:
         clipped = clip_actions(self.action_spaces, actions, self.vector_step.action_mask)
@@ -181,14 +182,12 @@ class JaxMarlEnv(VectorEnv):
 
     def save(self) -> Arrays:
         leaves = {f"leaf.{n}": np.array(leaf) for n, leaf in enumerate(jax.tree.leaves(self._carried))}
-        frame = {f"frame.{name}": array for name, array in vars(self.vector_step.copy()).items() if array is not None}
-        return leaves | frame
+        return leaves | {f"frame.{name}": array for name, array in self.vector_step.copy().arrays().items()}
 
     def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:
         leaves = [jnp.asarray(saved[f"leaf.{n}"]) for n in range(self.compiled.carry_structure.num_leaves)]
         self._carried = jax.tree.unflatten(self.compiled.carry_structure, leaves)
-        names = [name for name, array in vars(self.vector_step).items() if array is not None]
-        return self._write_step({name: saved[f"frame.{name}"] for name in names})
+        return self._write_step({name: saved[f"frame.{name}"] for name in self.vector_step.arrays()})
 
     def _write_step(self, values: Mapping[str, Any]) -> VectorStep:
         for name, value in values.items():
@@ -204,15 +203,17 @@ def compiled_env(id: str, map: str | None, options: dict[str, Any]) -> CompiledE
     key = repr((id, map, sorted(options.items())))
     if key not in _COMPILED_ENVS:
         try:
-            env = jaxmarl.make(id, **(options if map is None else options | _options_of_map(id, map)))
+            env = jaxmarl.make(id, **(options | _options_of_map(id, map)))
         except (ValueError, TypeError, ImportError) as error:
             raise ValueError(f'JaxMARL cannot make "{id}" with {options or "no options"}: {error}') from error
         _COMPILED_ENVS[key] = CompiledEnv(id, env)
     return _COMPILED_ENVS[key]
 
 
-def _options_of_map(id: str, map: str) -> dict[str, Any]:
-    """Returns the env option that `map` stands for."""
+def _options_of_map(id: str, map: str | None) -> dict[str, Any]:
+    """Returns the env option that `map` stands for; none if it is None."""
+    if map is None:
+        return {}
     try:
         if "SMAX" in id:
             return {"scenario": map_name_to_scenario(map)}

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import ipaddress
 import json
 from types import ModuleType
 from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
+from palestra.core.http.origin_middleware import is_loopback
 from palestra.core.types import Seat, Step
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import FORM_TERM, terms_info, total_rewards
@@ -75,8 +75,9 @@ class OpenEnv(Env):
         self.success = success
         self.timeout = timeout
         self.reward = reward
-        form = f" ({field})" if field else " as a JSON object"
-        self.roles = {"agent": ROLE_PROMPT.format(form=form) if role is None else role}
+        if role is None:
+            role = ROLE_PROMPT.format(form=f" ({field})" if field else " as a JSON object")
+        self.roles = {"agent": role}
         self._session: _Session | None = None
         self._over = True
 
@@ -103,7 +104,8 @@ class OpenEnv(Env):
         try:
             reply = await self._session.ask("step", action)
         except ActionRejected as error:
-            return self._refuse_action(str(error))
+            cost = INVALID_PENALTY if self.reward == "dense" else 0.0
+            return self._step({}, {"agent": True}, f"{self._shown}\nYour action was refused: {error}", cost)
         self._actions.append(action)
         self._shown = self._text(reply)
         return self._step(reply, {"agent": False})
@@ -154,26 +156,22 @@ class OpenEnv(Env):
             return _to_text(shown.get(names[0]))
         return "\n".join(f"{name}: {_to_text(shown.get(name))}" for name in names)
 
-    def _refuse_action(self, why: str) -> Step:
-        cost = INVALID_PENALTY if self.reward == "dense" else 0.0
-        reply = {"done": False, "reward": None}
-        return self._step(reply, {"agent": True}, f"{self._shown}\nYour action was refused: {why}", cost)
-
-    def _step(
-        self, reply: dict[str, Any], invalid: dict[Seat, bool], shown: str | None = None, cost: float = 0
-    ) -> Step:
+    def _step(self, reply: dict[str, Any], invalid: dict[Seat, bool], shown: str = "", cost: float = 0) -> Step:
         earned = float(reply.get("reward") or 0.0)
         self._total = self._total + earned
         self._owed = self._owed + earned
         done = bool(reply.get("done"))
         self._over = done or self._count >= self.steps
-        paid = self._owed if self._over or self.reward == "dense" else 0.0
-        self._owed -= paid
-        reported = (reply.get("metadata") or {}).get("success")
-        success = reported if isinstance(reported, bool) else done and self._total >= self.success
+        paid = 0.0
+        if self._over or self.reward == "dense":
+            paid = self._owed
+            self._owed = 0.0
+        success = (reply.get("metadata") or {}).get("success")
+        if not isinstance(success, bool):
+            success = done and self._total >= self.success
         terms = {"agent": {SERVER_TERM: paid, FORM_TERM: 0.0 - cost}}
         info = {"success": success, "invalid": invalid} | terms_info(terms)
-        seen = {} if self._over else {"agent": self._shown if shown is None else shown}
+        seen = {} if self._over else {"agent": shown or self._shown}
         return Step(seen, total_rewards(terms), truncated=self._over and not done, info=info)
 
 
@@ -193,7 +191,8 @@ class _Session:
     @classmethod
     async def open(cls, url: str, timeout: float) -> _Session:
         """Connects to `url`. Raises ValueError if no server answers."""
-        proxy = None if _is_here(url) else True  # a proxy cannot reach servers on this machine
+        # a proxy cannot reach servers on this machine
+        proxy = None if is_loopback(urlsplit(url).hostname or "") else True
         client = _websockets().asyncio.client
         try:
             socket = await client.connect(url, open_timeout=timeout, max_size=MAX_MESSAGE_BYTES, proxy=proxy)
@@ -202,11 +201,9 @@ class _Session:
         return cls(url, timeout, socket)
 
     async def ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """Sends a message and returns the reply's data: observation, reward, done, metadata.
-
-        Raises ActionRejected if the server rejects the action, RuntimeError on any other server error, TimeoutError if
-        no reply arrives within the timeout.
-        """
+        """Sends a message and returns the reply's data: observation, reward, done, metadata. Raises ActionRejected if
+        the server rejects the action, RuntimeError on any other server error, TimeoutError if no reply arrives within
+        the timeout."""
         closed = _websockets().exceptions.ConnectionClosed
         try:
             async with asyncio.timeout(self.timeout):
@@ -260,13 +257,7 @@ def _ws_url(url: str) -> str:
     return f"{known[scheme]}://{rest.removesuffix('/ws')}/ws"
 
 
-def _is_here(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _to_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)

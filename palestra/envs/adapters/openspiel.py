@@ -254,7 +254,7 @@ def openspiel_rules(game: str = DEFAULT_GAME, view: TensorKind | None = None) ->
     return None if why_not_enumerable(_load_game(game)) else OpenSpielRules(game, view)
 
 
-def why_no_openspiel_rules(game: str = DEFAULT_GAME) -> str:
+def why_no_openspiel_rules(game: str) -> str:
     """Returns the reason why OpenSpiel's `game` cannot be enumerated, "" if it can."""
     return why_not_enumerable(_load_game(game))
 

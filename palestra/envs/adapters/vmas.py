@@ -56,9 +56,8 @@ class VmasEnv(VectorEnv):
         frame = self.vector_step
         clipped = clip_actions(self.action_spaces, actions)
         self.env.seed(self._next_seed())  # all envs of the process share the stream: reseed it for this step
-        seen, rewards, terminated, truncated, _ = self.env.step(
-            [self._seat_actions(n, clipped[:, n]) for n in range(len(self.seats))]
-        )
+        by_seat = [self._seat_actions(n, clipped[:, n]) for n in range(len(self.seats))]
+        seen, rewards, terminated, truncated, _ = self.env.step(by_seat)
         for n, reward in enumerate(rewards):
             frame.rewards[:, n] = reward.numpy().reshape(self.num_envs)  # some scenarios pay [games, 1]
         frame.terminated[:] = terminated.numpy()
@@ -89,7 +88,7 @@ class VmasEnv(VectorEnv):
         space = self.action_spaces[n]
         if isinstance(space, Discrete):
             return actions[:, None]
-        return actions[:, : len(space.low if isinstance(space, Continuous) else space.sizes)]
+        return actions[:, : space.width]
 
     def _write(self, obs: np.ndarray, seen: Any, rows: Any = slice(None)) -> None:
         for n, view in enumerate(seen):

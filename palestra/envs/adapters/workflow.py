@@ -300,8 +300,7 @@ class _ProgramRun:
 
     def score(self) -> WorkflowResult:
         """Returns the result of the ended program. Raises RuntimeError if it failed."""
-        error = self.ended.exception()
-        if error:
+        if error := self.ended.exception():
             raise RuntimeError(f"the workflow failed with {type(error).__name__}: {error}") from error
         return self.ended.result()
 

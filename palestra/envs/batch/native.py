@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, TypeVar
 
 import numpy as np
@@ -64,9 +63,8 @@ class NativeEnv(VectorEnv):
         return self.vector_step
 
     def _arrays(self) -> Arrays:
-        frame = {f"frame.{part.name}": getattr(self.vector_step, part.name) for part in fields(self.vector_step)}
-        memory = {f"memory.{name}": array for name, array in self.internal_state.items()}
-        return {name: array for name, array in (frame | memory).items() if array is not None}
+        frame = {f"frame.{name}": array for name, array in self.vector_step.arrays().items()}
+        return frame | {f"memory.{name}": array for name, array in self.internal_state.items()}
 
 
 @jit

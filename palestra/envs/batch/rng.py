@@ -48,7 +48,7 @@ def next_uint64(row: np.ndarray) -> np.uint64:
     high, low = _multiply(row[1], _MULTIPLIER_LOW)
     high = high + row[0] * _MULTIPLIER_LOW + row[1] * _MULTIPLIER_HIGH
     sum_low = low + row[3]
-    carry = _ONE if sum_low < low else np.uint64(0)
+    carry = np.uint64(sum_low < low)
     row[0], row[1] = high + row[2] + carry, sum_low
     word = row[0] ^ row[1]
     turn = row[0] >> np.uint64(58)

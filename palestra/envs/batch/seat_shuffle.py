@@ -12,6 +12,8 @@ from palestra.envs.batch.rng import RNG_WORDS, random_below, seed_streams
 from palestra.envs.vector_base import Arrays, RenderFrame, VectorEnv, VectorStep
 
 PERMUTATION_SEED_XOR = 0x5EA75  # makes the seeds of the permutations differ from those of the games
+NEXT_ARRAYS = {"obs", "agent_mask", "action_mask"}  # arrays by seat of the game that goes on
+LAST_ARRAYS = {"final_obs", "rewards", "success", "seat_terminated"}  # of the game before this step
 
 
 class SeatShuffledEnv(VectorEnv):
@@ -78,32 +80,13 @@ class SeatShuffledEnv(VectorEnv):
     def _by_seat(self, vector_step: VectorStep) -> VectorStep:
         """Returns the frame by seat: rewards and final observations by the permutation of the game that they belong
         to."""
-
-        now = self.env_seats
+        arrays = vector_step.arrays()
         before = self._seats_of(self.previous_env_sides)
-
-        def by(places: np.ndarray, array: np.ndarray) -> np.ndarray:
-            found: np.ndarray = array[self._rows, places]
-            return found
-
-        success = vector_step.success
-        if success is not None and success.ndim == 2:
-            success = by(before, success)
-        mask = vector_step.action_mask
-        ended = vector_step.seat_terminated
-        return VectorStep(
-            obs=by(now, vector_step.obs),
-            final_obs=by(before, vector_step.final_obs),
-            agent_mask=by(now, vector_step.agent_mask),
-            rewards=by(before, vector_step.rewards),
-            terminated=vector_step.terminated,
-            truncated=vector_step.truncated,
-            action_mask=None if mask is None else by(now, mask),
-            state=vector_step.state,
-            final_state=vector_step.final_state,
-            success=success,
-            seat_terminated=None if ended is None else by(before, ended),
-        )
+        for names, seats in ((NEXT_ARRAYS, self.env_seats), (LAST_ARRAYS, before)):
+            for name in names & arrays.keys():
+                if arrays[name].ndim > 1:  # else one success for all seats
+                    arrays[name] = arrays[name][self._rows, seats]
+        return VectorStep(**arrays)
 
     def scripted_actions(self, name: str, seat: int) -> np.ndarray:
         by_place = np.stack([self.env.scripted_actions(name, place) for place in range(len(self.seats))], 1)
@@ -115,8 +98,10 @@ class SeatShuffledEnv(VectorEnv):
 
     def save(self) -> Arrays | None:
         inner = self.env.save()
+        if inner is None:
+            return None
         own = {"rotated/rng": self.rng, "rotated/places": self.env_sides, "rotated/before": self.previous_env_sides}
-        return None if inner is None else inner | {name: array.copy() for name, array in own.items()}
+        return inner | {name: array.copy() for name, array in own.items()}
 
     def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:
         self.rng[:] = saved["rotated/rng"]

@@ -18,14 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from palestra.envs.batch.sync_vector import (
-    MakeSingleEnv,
-    SyncVectorEnv,
-    VectorEnvSpec,
-    combine_seeds,
-)
+from palestra.envs.batch.sync_vector import MakeSingleEnv, SyncVectorEnv, VectorEnvSpec, combine_seeds
 from palestra.envs.support.options import check_at_least
-from palestra.envs.vector_base import Arrays, GamesDiffer, RenderFrame, VectorEnv, VectorStep
+from palestra.envs.vector_base import Arrays, GamesDiffer, RenderFrame, VectorEnv, VectorStep, zero_actions
 from palestra.parallel.processes import PipeProcess, leave_signals_to_parent
 
 MAX_FAILURES = 3  # failures of a process without a complete step in between
@@ -44,11 +39,10 @@ class SharedStep:
 
     def __init__(self, spec: VectorEnvSpec, num_envs: int, name: str | None = None) -> None:
         vector_step = spec.empty_step(num_envs)
-        actions = spec.zero_actions(num_envs)
-        arrays = [actions, *(array for _, array in _arrays(vector_step))]
-        self.shared_memory = _Memory(
-            name, create=name is None, size=sum(array.nbytes + CACHE_LINE_BYTES for array in arrays)
-        )
+        actions = zero_actions(spec.action_spaces, (num_envs,))
+        arrays = [actions, *vector_step.arrays().values()]
+        size = sum(array.nbytes + CACHE_LINE_BYTES for array in arrays)
+        self.shared_memory = _Memory(name, create=name is None, size=size)
         self._used = 0
         self.vector_step: VectorStep | None = vector_step.map_arrays(self._allocate)
         self.actions: np.ndarray | None = self._allocate(actions)
@@ -210,20 +204,20 @@ class SubprocVectorEnv(VectorEnv):
         workers = self._open()
         self._memory[0].actions[:] = actions  # type: ignore[index]
         marked = self.vector_step.seat_terminated
-        dead = (
-            np.zeros(0, bool) if marked is None else marked & ~self.vector_step.done[:, None]
-        )  # in the running episodes
+        if marked is not None:
+            dead = marked & ~self.vector_step.done[:, None]  # in the running episodes
         with _closed_on_error(self):
             for worker in workers:
                 worker.send("step")
             failed = _failures(self._receive_all())
             for worker in workers:
-                worker.failures = worker.failures if worker in failed else 0
+                if worker not in failed:
+                    worker.failures = 0
             self._replace_failed(failed)
         for worker in failed:
             self.vector_step.truncated[worker.part] = True
-            if self.vector_step.seat_terminated is not None:
-                self.vector_step.seat_terminated[worker.part] = dead[worker.part]
+            if marked is not None:
+                marked[worker.part] = dead[worker.part]
         return self.vector_step
 
     def save(self) -> Arrays | None:
@@ -234,7 +228,7 @@ class SubprocVectorEnv(VectorEnv):
         if any(part is None or isinstance(part, _ProcessFailed) for part in parts):
             return None  # the next step handles a process that ended
         kept = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        return kept | {f"frame.{name}": array.copy() for name, array in _arrays(self.vector_step)}
+        return kept | {f"frame.{name}": array for name, array in self.vector_step.copy().arrays().items()}
 
     def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:
         self._seeds = saved["seeds"].tolist()
@@ -249,7 +243,7 @@ class SubprocVectorEnv(VectorEnv):
                 raise ValueError(f"saved games cannot be replayed: {next(iter(failed.values()))}")
         if differ := [answer for answer in heard.values() if isinstance(answer, GamesDiffer)]:
             raise differ[0]
-        for name, array in _arrays(self.vector_step):
+        for name, array in self.vector_step.arrays().items():
             array[:] = saved[f"frame.{name}"]
         self._gather()
         return self.vector_step
@@ -318,13 +312,9 @@ class SubprocVectorEnv(VectorEnv):
         own = self.vector_step
         assert shared is not None
         over = shared.done
-        for name, array in _arrays(shared):
+        for name, array in shared.arrays().items():
             where = over if name in ("final_obs", "final_state") else slice(None)
             getattr(own, name)[where] = array[where]
-
-
-def _arrays(vector_step: VectorStep) -> list[tuple[str, np.ndarray]]:
-    return [(name, array) for name, array in vars(vector_step).items() if array is not None]
 
 
 def _failures(heard: dict[_Worker, Any]) -> dict[_Worker, str]:
@@ -359,7 +349,11 @@ class PackageVectorEnv(VectorEnv):
     def __init__(self, make: MakeSingleEnv, num_envs: int, num_processes: int, label: str = "") -> None:
         if num_processes < 0:
             raise ValueError(f"num_processes is {num_processes}: 0 plays in this process, more in as many others")
-        self.inner = SubprocVectorEnv(make, num_envs, num_processes) if num_processes else SyncVectorEnv(make, num_envs)
+        self.inner: SyncVectorEnv | SubprocVectorEnv
+        if num_processes:
+            self.inner = SubprocVectorEnv(make, num_envs, num_processes)
+        else:
+            self.inner = SyncVectorEnv(make, num_envs)
         self.num_envs = num_envs
         self.adopt_spaces(self.inner)
         self._label = label
@@ -370,7 +364,7 @@ class PackageVectorEnv(VectorEnv):
 
     @property
     def restarts(self) -> int:
-        return self.inner.restarts if isinstance(self.inner, SubprocVectorEnv) else 0
+        return getattr(self.inner, "restarts", 0)
 
     def reset(self, seeds: np.ndarray) -> VectorStep:
         return self.inner.reset(seeds)

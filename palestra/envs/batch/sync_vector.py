@@ -28,6 +28,7 @@ from palestra.envs.vector_base import (
     VectorEnv,
     VectorStep,
     empty_step,
+    zero_actions,
 )
 
 
@@ -67,40 +68,30 @@ class VectorEnvSpec:
     def empty_step(self, num_envs: int) -> VectorStep:
         """Returns a step result of zeros for this many games."""
         shape = tuple(max(sizes) for sizes in zip(*self.observation_shapes, strict=True))
+        num_actions = None
+        if self.has_action_mask:
+            num_actions = max(space.n for space in self.action_spaces if isinstance(space, Discrete))
         return empty_step(
             num_envs,
             len(self.seats),
             shape,
-            num_actions=max(space.n for space in self.action_spaces if isinstance(space, Discrete))
-            if self.has_action_mask
-            else None,
+            num_actions=num_actions,
             state_size=self.state_size,
             reports_success=self.reports_success,
             has_seat_terminated=self.has_seat_terminated,
             dtype=np.uint8 if self.uint8_observations else np.float32,
         )
 
-    def zero_actions(self, num_envs: int) -> np.ndarray:
-        """Returns actions of zeros for this many games, in the shape and dtype that `VectorEnv.step` takes."""
-        first = self.action_spaces[0]
-        if isinstance(first, Discrete):
-            return np.zeros((num_envs, len(self.seats)), np.int32)
-        width = max(
-            len(space.sizes if isinstance(space, MultiDiscrete) else space.low) for space in _wide(self.action_spaces)
-        )
-        return np.zeros((num_envs, len(self.seats), width), np.float32 if isinstance(first, Continuous) else np.int32)
-
 
 @dataclass
 class SingleStep:
-    """The result of `reset` or `step` of one game, by seat: `observations` (None: unchanged), `agent_mask` (None:
-    all seats act), `rewards` (None: zero), `action_mask` (None: unchanged), `seat_terminated` the seats that have
-    terminated in this game so far (None: all if `terminated`, else none). `success` is that of the game, or those of
-    the seats (NaN: not reported)."""
+    """The result of `reset` or `step` of one game, by seat: `observations` (None: unchanged), `agent_mask`,
+    `rewards`, `action_mask` (None: unchanged), `seat_terminated` the seats that have terminated in this game so far
+    (None: all if `terminated`, else none). `success` is that of the game, or those of the seats (NaN: not reported)."""
 
     observations: Sequence[np.ndarray | None]
-    agent_mask: Sequence[bool] | np.ndarray | None = None
-    rewards: Sequence[float] | np.ndarray | None = None
+    agent_mask: Sequence[bool] | np.ndarray | bool = True
+    rewards: Sequence[float] | np.ndarray | float = 0.0
     action_mask: Sequence[np.ndarray | None] | None = None
     state: np.ndarray | None = None
     terminated: bool = False
@@ -159,7 +150,7 @@ class SyncVectorEnv(VectorEnv):
         self._seeds = np.zeros(num_envs, np.int64)
         self._played = np.zeros(num_envs, np.int64)
         self._made = np.zeros(num_envs, np.int64)  # steps of the running episodes; `_moves` are their actions
-        self._moves = np.stack([self.spec.zero_actions(num_envs)] * 64, 1)
+        self._moves = np.stack([zero_actions(self.action_spaces, (num_envs,))] * 64, 1)
 
     def reset(self, seeds: np.ndarray) -> VectorStep:
         self._seeds[:], self._played[:] = seeds, 0
@@ -177,7 +168,7 @@ class SyncVectorEnv(VectorEnv):
         for b, game in enumerate(self.single_envs):
             step = game.step(actions[b])
             self._write_step(b, step)
-            vector_step.rewards[b] = 0.0 if step.rewards is None else step.rewards
+            vector_step.rewards[b] = step.rewards
             vector_step.terminated[b], vector_step.truncated[b] = step.terminated, step.truncated
             if vector_step.success is not None:
                 vector_step.success[b] = step.success
@@ -193,10 +184,11 @@ class SyncVectorEnv(VectorEnv):
             return None
         own = {"seeds": self._seeds.copy(), "played": self._played.copy(), "made": self._made.copy()}
         actions = np.concatenate([self._moves[b, :made] for b, made in enumerate(self._made)])
-        return own | {"moves": actions} | {f"frame.{name}": array.copy() for name, array in self._arrays().items()}
+        frame = self.vector_step.copy().arrays()
+        return own | {"moves": actions} | {f"frame.{name}": array for name, array in frame.items()}
 
     def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:
-        for name, array in self._arrays().items():
+        for name, array in self.vector_step.arrays().items():
             array[:] = saved[f"frame.{name}"]
         self._seeds[:], self._played[:] = saved["seeds"], saved["played"]
         past = np.split(saved["moves"], np.cumsum(saved["made"])[:-1])
@@ -230,14 +222,13 @@ class SyncVectorEnv(VectorEnv):
 
     def render(self, game: int) -> RenderFrame | None:
         single = self.single_envs[game]
-        return single.render() if isinstance(single, RenderedEnv) else None
+        if isinstance(single, RenderedEnv):
+            return single.render()
+        return None
 
     def close(self) -> None:
         for game in self.single_envs:
             game.close()
-
-    def _arrays(self) -> Arrays:
-        return {name: array for name, array in vars(self.vector_step).items() if array is not None}
 
     def _record_actions(self, actions: np.ndarray) -> None:
         """Records the actions of this step, in arrays that double in length when they are full."""
@@ -276,7 +267,7 @@ class SyncVectorEnv(VectorEnv):
                         f"says {list(self.observation_shapes[seat])}: correct the one or the other"
                     )
                 vector_step.obs[b, seat][: len(observation)] = observation
-        vector_step.agent_mask[b] = True if step.agent_mask is None else step.agent_mask
+        vector_step.agent_mask[b] = step.agent_mask
         if vector_step.state is not None:
             vector_step.state[b] = step.state
         if vector_step.action_mask is not None and step.action_mask is not None:
@@ -299,13 +290,12 @@ def clip_actions(
         return np.where(fine, inside, action_mask.argmax(2))
     low = np.zeros(actions.shape[1:])
     high = np.zeros(actions.shape[1:])
-    for n, space in enumerate(_wide(action_spaces)):
+    for n, space in enumerate(action_spaces):
         if isinstance(space, Continuous):
-            low[n, : len(space.low)], high[n, : len(space.high)] = space.low, space.high
-        else:
-            high[n, : len(space.sizes)] = np.array(space.sizes) - 1
-    numbers = np.nan_to_num(actions) if actions.dtype.kind == "f" else actions
-    return np.clip(numbers, low, high).astype(actions.dtype)
+            low[n, : space.width], high[n, : space.width] = space.low, space.high
+        elif isinstance(space, MultiDiscrete):
+            high[n, : space.width] = np.array(space.sizes) - 1
+    return np.clip(np.nan_to_num(actions), low, high).astype(actions.dtype)
 
 
 def _bytes(pixels: np.ndarray, seat: Seat) -> np.ndarray:
@@ -318,17 +308,14 @@ def _bytes(pixels: np.ndarray, seat: Seat) -> np.ndarray:
     return converted
 
 
-def _wide(spaces: Sequence[Space]) -> list[MultiDiscrete | Continuous]:
-    return [space for space in spaces if not isinstance(space, Discrete)]
-
-
 def to_reward(value: Any, seat: Seat) -> float:
     """Returns a reward as a number; an array of one number is one too. Raises ValueError for anything else."""
     if isinstance(value, float):
         return float(value)
     shape = getattr(value, "shape", ())
-    reward = number(np.asarray(value).ravel()[0] if shape and prod(shape) == 1 else value)
-    if reward is None:
+    if shape and prod(shape) == 1:
+        value = np.asarray(value).ravel()[0]
+    if (reward := number(value)) is None:
         raise ValueError(
             f'seat "{seat}" is paid {value!r:.60}, which is not a number: pay 0.0 where there is no reward'
         )
@@ -382,7 +369,9 @@ def to_action_mask(mask: Any, space: Discrete, seat: Seat) -> np.ndarray:
 def episode_seed(stream: int, number: int) -> int:
     """Returns the seed, below 2**31, of episode `number` of a stream: for the first one `stream` itself if it is below
     2**31."""
-    return stream if number == 0 and stream < 2**31 else combine_seeds(stream, number)
+    if number == 0 and stream < 2**31:
+        return stream
+    return combine_seeds(stream, number)
 
 
 def combine_seeds(*parts: int) -> int:

@@ -1,9 +1,5 @@
-"""Builds envs from their config: local ones, or remote ones if `at` names servers. Imports gRPC only for remote envs.
-
-env: {type: math, difficulty: 2, at: [host1:50051, host2:50051]}
-env: {type: math, difficulty: 2, at: servers.txt}        # one address per line, re-read every second
-env: {type: math, difficulty: 2, at: {servers: [host1:50051], ca: ca.pem, request_timeout: 30}}
-"""
+"""Builds envs from their config: local ones, or remote ones if `at` names servers (address.py). Imports gRPC only for
+remote envs."""
 
 from __future__ import annotations
 
@@ -47,10 +43,8 @@ def has_option(env: Mapping[str, Any], option: str) -> bool:
 
 
 def remote_env_spec(env: Mapping[str, Any]) -> Any:
-    """Returns the server's `RemoteEnvSpec` for the config `env`; calling it makes such envs.
-
-    Raises ValueError if gRPC is not installed, a server refuses the type or an option, or none answers.
-    """
+    """Returns the server's `RemoteEnvSpec` for the config `env`; calling it makes such envs. Raises ValueError if gRPC
+    is not installed, a server refuses the type or an option, or none answers."""
     try:
         from palestra.envs.remote.client import describe_env
     except ImportError as error:

@@ -28,12 +28,9 @@ FIELD_DEFAULTS: dict[str, Any] = {"team_reward": 0.0, "legal_actions": None, "st
 
 
 def write_value(into: pb.Value, value: Any, depth: int = 0) -> None:
-    """Writes `value` into the empty message `into`.
-
-    Raises ValueError if it is too large, too deep or of another type.
-    """
-    write = WRITERS.get(type(value))
-    if write:
+    """Writes `value` into the empty message `into`. Raises ValueError if it is too large, too deep or of another
+    type."""
+    if write := WRITERS.get(type(value)):
         write(into, value, depth)
     elif isinstance(value, np.generic):
         _array(into.scalar, np.asarray(value))
@@ -102,12 +99,11 @@ def write_step(into: pb.Step, step: Step) -> None:
     part = ""
     try:
         for part in MAPPING_FIELDS:
-            mapping = getattr(step, part)
-            if mapping:
+            if mapping := getattr(step, part):
                 write_mapping(getattr(into, part), mapping)
         for part, default in FIELD_DEFAULTS.items():
             value = getattr(step, part)
-            if value != default if type(value) is type(default) and value is not None else value is not default:
+            if type(value) is not type(default) or value != default:
                 write_value(getattr(into, part), value)
     except ValueError as error:
         raise ValueError(f"in a step's {part}: {error}") from error

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from palestra.core.http.listen import url_host
 from palestra.core.http.origin_middleware import is_loopback
 from palestra.envs.remote.server import EnvServer, ListenOptions
 from palestra.envs.remote.session import SessionLimits
@@ -57,19 +58,15 @@ class EnvServerOptions:
 
     def listen_options(self) -> ListenOptions:
         """Returns the listen settings of a worker. Raises ValueError if the TLS files are incomplete or unreadable."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return ListenOptions(
-            f"{host}:{self.port}", self.num_workers, _tls(self.cert, self.key), self.token, self.lease_s
-        )
+        address = f"{url_host(self.host)}:{self.port}"
+        return ListenOptions(address, self.num_workers, _tls(self.cert, self.key), self.token, self.lease_s)
 
 
 def serve(options: EnvServerOptions, print_line: PrintLine = print) -> None:
     """Serves until SIGTERM or SIGINT, then drains: opens no sessions, waits up to the grace period, kills workers that
-    have not ended, and returns. A second signal ends everything at once.
-
-    Raises ValueError if an env is unknown, the TLS files are missing, the port is taken, or a worker fails at start.
-    Exits with code 1 if workers had to be killed.
-    """
+    have not ended, and returns. A second signal ends everything at once. Raises ValueError if an env is unknown, the
+    TLS files are missing, the port is taken, or a worker fails at start. Exits with code 1 if workers had to be
+    killed."""
     EnvSessions(options.envs)
     options.listen_options()
     with _reserved(options) as port:
@@ -154,16 +151,13 @@ class WorkerSupervisor:
         self.options = options
         self.print_line = print_line
         self.workers: list[EnvWorkerProcess] = []
-        self.kill_time: float | None = (
-            None  # after a stop signal: `time.monotonic` time at which running workers are killed
-        )
+        # after a stop signal: `time.monotonic` time at which running workers are killed
+        self.kill_time: float | None = None
         self.num_killed = 0
 
     def run(self) -> None:
-        """Runs until a stop signal has been handled.
-
-        Raises ValueError if a worker ends before it serves. Exits with code 1 if workers had to be killed.
-        """
+        """Runs until a stop signal has been handled. Raises ValueError if a worker ends before it serves. Exits with
+        code 1 if workers had to be killed."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._tell)
         self.workers = [EnvWorkerProcess.start(self.options) for _ in range(self.options.num_workers)]
@@ -207,10 +201,10 @@ class WorkerSupervisor:
         now = time.monotonic()
         for worker in self.workers:  # if this process was suspended, so were they
             worker.heartbeat_deadline += max(0.0, now - before - HEARTBEAT_INTERVAL_S)
-        if self.kill_time:
-            self._kill(self.workers if now > self.kill_time else [])
-        else:
+        if not self.kill_time:
             self._kill([worker for worker in self.workers if now > worker.heartbeat_deadline])
+        elif now > self.kill_time:
+            self._kill(self.workers)
         for worker in [worker for worker in self.workers if worker.has_exited()]:
             self.workers.remove(worker)
             worker.child.pipe.close()
@@ -267,9 +261,11 @@ def _tls(cert: Path | None, key: Path | None) -> tuple[bytes, bytes] | None:
 
 
 def _ready(options: EnvServerOptions, port: int) -> str:
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    inside = options.token or is_loopback(options.host)
-    open_to = "" if inside else "  (without a token, anyone who reaches this machine may play, and run, its envs)"
-    is_private = not options.token or options.cert or is_loopback(options.host)
-    clear = "" if is_private else "  (without TLS, the token can be read on the way)"
-    return f"serving {', '.join(options.envs)} at {host}:{port}{open_to}{clear}"
+    line = f"serving {', '.join(options.envs)} at {url_host(options.host)}:{port}"
+    if is_loopback(options.host):
+        return line
+    if not options.token:
+        return f"{line}  (without a token, anyone who reaches this machine may play, and run, its envs)"
+    if not options.cert:
+        return f"{line}  (without TLS, the token can be read on the way)"
+    return line

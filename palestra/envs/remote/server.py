@@ -33,9 +33,7 @@ TURN_S = 0.01  # seconds of work for one client before the event loop switches t
 HANDSHAKE_TIMEOUT_S = 10.0  # seconds in which a new connection must complete the HTTP/2 handshake
 IDLE_TIMEOUT_S = 300.0  # seconds after which a connection without a call is closed
 STOP_TIMEOUT_S = 1.0  # seconds that open calls have to end when the server stops
-# status codes of the gRPC health protocol
-SERVING = 1
-NOT_SERVING = 2
+SERVING = 1  # status code of the gRPC health protocol
 
 
 @dataclass(frozen=True)
@@ -78,9 +76,8 @@ class EnvServer:
         await self.health.set(SERVICE, SERVING)
         try:
             if self.listen_options.tls:
-                port = self.server.add_secure_port(
-                    self.listen_options.address, grpc.ssl_server_credentials([self.listen_options.tls])
-                )
+                credentials = grpc.ssl_server_credentials([self.listen_options.tls])
+                port = self.server.add_secure_port(self.listen_options.address, credentials)
             else:
                 port = self.server.add_insecure_port(self.listen_options.address)
         except RuntimeError as error:
@@ -142,9 +139,8 @@ class EnvServer:
             await asyncio.wait([self.streams[stream]])  # a separate task, so that `stop` can cancel it
         finally:
             self.streams.pop(stream).cancel()
-            task = asyncio.create_task(
-                self.sessions.close_client(client)
-            )  # a separate task, since the current one may be cancelled
+            # a separate task, since the current one may be cancelled
+            task = asyncio.create_task(self.sessions.close_client(client))
             self.close_tasks.add(task)
             task.add_done_callback(self.close_tasks.discard)
 

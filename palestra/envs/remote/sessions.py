@@ -57,9 +57,7 @@ class EnvSessions:
         self.env_classes = {name: _playable(name) for name in types}
         self.limits = limits or SessionLimits()
         self.clients: set[ClientSessions] = set()
-        self.thread_calls: dict[
-            Future[Any], float
-        ] = {}  # calls on threads, with their start in `time.monotonic` seconds
+        self.thread_calls: dict[Future[Any], float] = {}  # with the start of each in `time.monotonic` seconds
         self.is_draining = False
         self.num_open = 0
         self.env_factory = lru_cache(1024)(self._maker)
@@ -160,9 +158,7 @@ class EnvSessions:
 
     def _twin(self, client: ClientSessions, request: pb.Request) -> EnvSession:
         """Returns an empty session for a fork, under the number chosen by the client; the client can use it at once.
-
-        Raises InvalidRequest if the number is in use, TooManySessions if no session may be opened.
-        """
+        Raises InvalidRequest if the number is in use, TooManySessions if no session may be opened."""
         if request.fork in client.sessions:
             raise InvalidRequest(f"session {request.fork} is open already")
         self._has_room(client)
@@ -191,7 +187,9 @@ class EnvSessions:
         for task in session.tasks:
             if task not in session.fork_tasks:  # a fork also belongs to another session
                 task.cancel()
-        return _after([*session.tasks], lambda: self._closed(session)) if session.tasks else self._closed(session)
+        if session.tasks:
+            return _after([*session.tasks], lambda: self._closed(session))
+        return self._closed(session)
 
     def _expert(self, client: ClientSessions, request: pb.Request, reply: pb.Reply) -> Unfinished:
         env: Any = _of(client, request).ready_env
@@ -205,7 +203,9 @@ class EnvSessions:
         return self._then(self._called(env, env.expert, request.expert.seat, rng), write)
 
     def _closed(self, session: EnvSession) -> Unfinished:
-        return self._then(self._called(session.env, session.env.close), lambda _: None) if session.env else None
+        if session.env is None:
+            return None
+        return self._then(self._called(session.env, session.env.close), lambda _: None)
 
     def _has_room(self, client: ClientSessions) -> None:
         """Raises TooManySessions if the limit of all sessions or of this client's sessions is reached."""
@@ -247,9 +247,7 @@ class EnvSessions:
 
     async def _waited(self, result: Any) -> Any:
         """Awaits the result of a method. On a thread, a coroutine function returns a coroutine, which is awaited too.
-
-        Raises TimeoutError after `limits.call_timeout_s` seconds.
-        """
+        Raises TimeoutError after `limits.call_timeout_s` seconds."""
         limit = asyncio.timeout(self.limits.call_timeout_s)
         try:
             async with limit:
@@ -280,10 +278,8 @@ class EnvSessions:
     # ---- envs by name
 
     def _maker(self, kind: bytes) -> Callable[[], Env]:
-        """Returns a factory for the serialized pb.Kind `kind`.
-
-        Raises InvalidRequest if its type is not served, ValueError for bad options.
-        """
+        """Returns a factory for the serialized pb.Kind `kind`. Raises InvalidRequest if its type is not served,
+        ValueError for bad options."""
         asked = pb.Kind.FromString(kind)
         if asked.type not in self.env_classes:
             raise InvalidRequest(f'env "{asked.type}" is not served here: {", ".join(self.env_classes)} are')
@@ -330,8 +326,7 @@ def _of(client: ClientSessions, request: pb.Request) -> EnvSession:
 async def _after(earlier: Sequence[asyncio.Task[Any]], doing: Callable[[], Unfinished]) -> None:
     """Calls `doing` when all `earlier` requests have ended, successfully or not."""
     await asyncio.wait(earlier)
-    rest = doing()
-    if rest:
+    if rest := doing():
         await rest
 
 

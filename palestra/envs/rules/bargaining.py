@@ -63,8 +63,9 @@ class BargainingRules(Rules[BargainingState]):
     def current_player(self, state: BargainingState) -> int:
         if state.valuation < 0:
             return CHANCE
-        closed = bool(state.moves) and state.moves[-1] >= self.agree_action
-        return TERMINAL if closed else len(state.moves) % 2
+        if state.moves and state.moves[-1] >= self.agree_action:
+            return TERMINAL
+        return len(state.moves) % 2
 
     def legal_actions(self, state: BargainingState) -> list[int]:
         if len(state.moves) == self.turns - 1:
@@ -75,21 +76,19 @@ class BargainingRules(Rules[BargainingState]):
         return [(deal, 1 / len(self.valuations)) for deal in range(len(self.valuations))]
 
     def next_state(self, state: BargainingState, action: int) -> BargainingState:
-        return (
-            BargainingState(action) if state.valuation < 0 else BargainingState(state.valuation, (*state.moves, action))
-        )
+        if state.valuation < 0:
+            return BargainingState(action)
+        return BargainingState(state.valuation, (*state.moves, action))
 
     def returns(self, state: BargainingState) -> tuple[float, ...]:
         if state.moves[-1] == self.refuse_action:
             return 0.0, 0.0
         offerer = len(state.moves) % 2
         kept = self.offers[state.moves[-2]]
-        rest = [count - keep for count, keep in zip(self.counts, kept, strict=True)]
-        shares = (kept, rest) if offerer == 0 else (rest, kept)
-        first, second = (
-            _share_value(worth, share) for worth, share in zip(self.valuations[state.valuation], shares, strict=True)
-        )
-        return float(first), float(second)
+        shares = [tuple(count - keep for count, keep in zip(self.counts, kept, strict=True))] * 2
+        shares[offerer] = kept
+        worths = self.valuations[state.valuation]
+        return tuple(float(_share_value(worth, share)) for worth, share in zip(worths, shares, strict=True))
 
     def info_state(self, state: BargainingState, player: int) -> np.ndarray:
         kinds = len(self.counts)
@@ -102,7 +101,7 @@ class BargainingRules(Rules[BargainingState]):
         return np.concatenate([np.eye(2, dtype=np.float32)[player], worths.ravel(), moves.ravel()])
 
     def info_state_text(self, state: BargainingState, player: int) -> str:
-        pool = ", ".join(_count_words(count, item) for count, item in zip(self.counts, ITEMS, strict=False))
+        pool = ", ".join(f"{n} {item}" + "s" * (n > 1) for n, item in zip(self.counts, ITEMS, strict=False))
         worth = "not known yet"
         if state.valuation >= 0:
             worths = zip(ITEMS, self.valuations[state.valuation][player], strict=False)
@@ -124,7 +123,3 @@ def _deals(counts: tuple[int, ...], total: int) -> list[tuple[ItemValues, ItemVa
         for first, second in product(worths, repeat=2)
         if all(map(max, first, second)) and any(map(min, first, second))
     ]
-
-
-def _count_words(count: int, item: str) -> str:
-    return f"{count} {item}" + ("s" if count > 1 else "")

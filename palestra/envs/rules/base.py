@@ -28,7 +28,6 @@ class Rules(ABC, Generic[S]):
     @abstractmethod
     def initial_state(self) -> S:
         """Returns the initial state."""
-        ...
 
     @abstractmethod
     def current_player(self, state: S) -> int:
@@ -45,7 +44,6 @@ class Rules(ABC, Generic[S]):
     @abstractmethod
     def next_state(self, state: S, action: int) -> S:
         """Returns the state after `action`, a move or a chance outcome; `state` is not changed."""
-        ...
 
     @abstractmethod
     def returns(self, state: S) -> tuple[float, ...]:

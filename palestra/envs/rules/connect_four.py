@@ -17,12 +17,8 @@ COLUMNS = 7
 ROWS = 6
 COLUMN_BITS = ROWS + 1  # bits of a column: the top one stays empty, so that no line continues into the next column
 CELL_BITS = [[1 << (COLUMN_BITS * column + row) for column in range(COLUMNS)] for row in range(ROWS)]
-LINE_SHIFTS = (
-    1,
-    COLUMN_BITS,
-    COLUMN_BITS - 1,
-    COLUMN_BITS + 1,
-)  # bit shifts along a line: vertical, horizontal, both diagonals
+# bit shifts along a line: vertical, horizontal, both diagonals
+LINE_SHIFTS = (1, COLUMN_BITS, COLUMN_BITS - 1, COLUMN_BITS + 1)
 
 
 class ConnectFourState(NamedTuple):
@@ -58,8 +54,9 @@ class ConnectFourRules(Rules[ConnectFourState]):
 
     def current_player(self, state: ConnectFourState) -> int:
         taken = (state.crosses | state.noughts).bit_count()
-        lined = has_line(state.crosses) or has_line(state.noughts)
-        return TERMINAL if lined or taken == COLUMNS * ROWS else taken % 2
+        if taken == COLUMNS * ROWS or has_line(state.crosses) or has_line(state.noughts):
+            return TERMINAL
+        return taken % 2
 
     def legal_actions(self, state: ConnectFourState) -> list[int]:
         taken = state.crosses | state.noughts
@@ -103,7 +100,8 @@ def line_heuristic(state: ConnectFourState, player: int) -> float:
 
     Sums over the lines that only one side can still complete the square of its stones there, positive for `player`.
     """
-    own, other = (state.crosses, state.noughts) if player == 0 else (state.noughts, state.crosses)
+    own = state[player]
+    other = state[1 - player]
     looks = 0
     for line in LINE_MASKS:
         mine = (own & line).bit_count()
@@ -113,4 +111,6 @@ def line_heuristic(state: ConnectFourState, player: int) -> float:
 
 
 def _mark(state: ConnectFourState, cell: int) -> str:
-    return "x" if state.crosses & cell else "o" if state.noughts & cell else "."
+    if state.crosses & cell:
+        return "x"
+    return "o" if state.noughts & cell else "."

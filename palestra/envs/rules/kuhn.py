@@ -34,8 +34,7 @@ class KuhnRules(Rules[KuhnState]):
     action_names = ("pass", "bet")
 
     def __init__(self, players: int = 2) -> None:
-        if not 2 <= players <= MAX_PLAYERS:
-            raise ValueError(f"players: {players} cannot play Kuhn poker here; use 2 to {MAX_PLAYERS}")
+        check_players(players)
         self.num_players = players
         self.ranks = RANKS[-players - 1 :] if players > 2 else "JQK"
 
@@ -48,7 +47,9 @@ class KuhnRules(Rules[KuhnState]):
         last = self.num_players
         if BET in state.moves:
             last += state.moves.index(BET)
-        return TERMINAL if len(state.moves) == last else len(state.moves) % self.num_players
+        if len(state.moves) == last:
+            return TERMINAL
+        return len(state.moves) % self.num_players
 
     def legal_actions(self, state: KuhnState) -> list[int]:
         return [PASS, BET]
@@ -82,3 +83,9 @@ class KuhnRules(Rules[KuhnState]):
         card = self.ranks[state.cards[player]] if player < len(state.cards) else "nothing"
         moves = " ".join(self.action_names[action] for action in state.moves) or "none"
         return f"You are player {player}. You hold {card}. Moves: {moves}."
+
+
+def check_players(players: int) -> None:
+    """Raises ValueError for a number of players that cannot play."""
+    if not 2 <= players <= MAX_PLAYERS:
+        raise ValueError(f"players: {players} cannot play Kuhn poker here; use 2 to {MAX_PLAYERS}")

@@ -15,9 +15,9 @@ DECK_SIZE = 6  # card // 2 is the rank
 RANKS = "JQK"
 SUITS = "sh"
 # per round
-MAX_MOVES_PER_ROUND = 4
-MAX_RAISES_PER_ROUND = 2
-INFO_STATE_SIZE = 2 + 2 * DECK_SIZE + 2 * 2 * MAX_MOVES_PER_ROUND
+MAX_MOVES = 4
+MAX_RAISES = 2
+INFO_STATE_SIZE = 2 + 2 * DECK_SIZE + 2 * 2 * MAX_MOVES
 
 
 class LeducState(NamedTuple):
@@ -26,6 +26,11 @@ class LeducState(NamedTuple):
     cards: tuple[int, ...] = ()  # of the two players, then the public card, as far as dealt
     first_round: tuple[int, ...] = ()  # moves of the first round
     second_round: tuple[int, ...] = ()
+
+    @property
+    def moves(self) -> tuple[int, ...]:
+        """The moves of the current round."""
+        return self.second_round if len(self.cards) > 2 else self.first_round
 
 
 class LeducRules(Rules[LeducState]):
@@ -46,20 +51,21 @@ class LeducRules(Rules[LeducState]):
     def current_player(self, state: LeducState) -> int:
         if len(state.cards) < 2:
             return CHANCE
+        if _ends_in_fold(state.moves):
+            return TERMINAL
+        if len(state.moves) < 2 or state.moves[-1] != CALL:  # a call ends the round, unless it is its first move
+            return len(state.moves) % 2
         if len(state.cards) == 2:
-            if _ends_in_fold(state.first_round):
-                return TERMINAL
-            return CHANCE if _round_closed(state.first_round) else len(state.first_round) % 2
-        return (
-            TERMINAL
-            if _ends_in_fold(state.second_round) or _round_closed(state.second_round)
-            else len(state.second_round) % 2
-        )
+            return CHANCE
+        return TERMINAL
 
     def legal_actions(self, state: LeducState) -> list[int]:
-        moves = state.first_round if len(state.cards) == 2 else state.second_round
-        answers = [FOLD, CALL] if moves and moves[-1] == RAISE else [CALL]
-        return [*answers, RAISE] if moves.count(RAISE) < MAX_RAISES_PER_ROUND else answers
+        actions = [CALL]
+        if state.moves and state.moves[-1] == RAISE:
+            actions = [FOLD, CALL]
+        if state.moves.count(RAISE) < MAX_RAISES:
+            actions.append(RAISE)
+        return actions
 
     def chance_outcomes(self, state: LeducState) -> list[tuple[int, float]]:
         left = [card for card in range(DECK_SIZE) if card not in state.cards]
@@ -69,21 +75,24 @@ class LeducRules(Rules[LeducState]):
         cards, first, second = state
         if self.current_player(state) == CHANCE:
             return LeducState((*cards, action), first, second)
-        return LeducState(cards, (*first, action)) if len(cards) == 2 else LeducState(cards, first, (*second, action))
+        if len(cards) == 2:
+            return LeducState(cards, (*first, action))
+        return LeducState(cards, first, (*second, action))
 
     def returns(self, state: LeducState) -> tuple[float, ...]:
         first, second = (card // 2 for card in state.cards[:2])
         stakes = _stakes(state)
-        moves = state.second_round if len(state.cards) > 2 else state.first_round
-        if _ends_in_fold(moves):
-            winner = len(moves) % 2
+        if _ends_in_fold(state.moves):
+            winner = len(state.moves) % 2
         elif first == second:
             return 0.0, 0.0
         else:
             public = state.cards[2] // 2
-            winner = 0 if first == public or (second != public and first > second) else 1
+            winner = int(second == public or (first != public and second > first))
         lost = float(stakes[1 - winner])
-        return (lost, -lost) if winner == 0 else (-lost, lost)
+        if winner == 0:
+            return lost, -lost
+        return -lost, lost
 
     def info_state(self, state: LeducState, player: int) -> np.ndarray:
         view = np.zeros(INFO_STATE_SIZE, np.float32)
@@ -95,15 +104,15 @@ class LeducRules(Rules[LeducState]):
         for number, moves in enumerate((state.first_round, state.second_round)):
             for move, action in enumerate(moves):
                 if action != FOLD:
-                    view[2 + 2 * DECK_SIZE + 2 * (MAX_MOVES_PER_ROUND * number + move) + action - CALL] = 1
+                    view[2 + 2 * DECK_SIZE + 2 * (MAX_MOVES * number + move) + action - CALL] = 1
         return view
 
     def info_state_text(self, state: LeducState, player: int) -> str:
         card = _card_name(state.cards[player]) if player < len(state.cards) else "nothing"
-        public = f" The table shows {_card_name(state.cards[2])}." if len(state.cards) > 2 else ""
-        first, second = (self._moves_text(moves) for moves in (state.first_round, state.second_round))
-        later = f" Then: {second}." if public else ""
-        return f"You are player {player}. You hold {card}. Moves: {first}.{public}{later}"
+        text = f"You are player {player}. You hold {card}. Moves: {self._moves_text(state.first_round)}."
+        if len(state.cards) < 3:
+            return text
+        return f"{text} The table shows {_card_name(state.cards[2])}. Then: {self._moves_text(state.second_round)}."
 
     def _moves_text(self, moves: tuple[int, ...]) -> str:
         """Returns the moves as text, without folds: `info_state` does not encode folds either, so both stay
@@ -113,11 +122,6 @@ class LeducRules(Rules[LeducState]):
 
 def _ends_in_fold(moves: tuple[int, ...]) -> bool:
     return bool(moves) and moves[-1] == FOLD
-
-
-def _round_closed(moves: tuple[int, ...]) -> bool:
-    """True if the round is over: a call ends it, unless it is the first move of the round."""
-    return len(moves) > 1 and moves[-1] == CALL
 
 
 def _stakes(state: LeducState) -> list[int]:

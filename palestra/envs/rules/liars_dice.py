@@ -44,10 +44,14 @@ class LiarsDiceRules(Rules[LiarsDiceState]):
     def current_player(self, state: LiarsDiceState) -> int:
         if len(state.dice[1]) < self.dice:
             return CHANCE
-        return TERMINAL if state.bids and state.bids[-1] == self.liar_action else len(state.bids) % 2
+        if self.liar_action in state.bids:
+            return TERMINAL
+        return len(state.bids) % 2
 
     def legal_actions(self, state: LiarsDiceState) -> list[int]:
-        return list(range(state.bids[-1] + 1, self.liar_action + 1)) if state.bids else list(range(self.liar_action))
+        if not state.bids:
+            return list(range(self.liar_action))
+        return list(range(state.bids[-1] + 1, self.liar_action + 1))
 
     def chance_outcomes(self, state: LiarsDiceState) -> list[tuple[int, float]]:
         return [(face, 1 / self.faces) for face in range(self.faces)]
@@ -66,7 +70,9 @@ class LiarsDiceRules(Rules[LiarsDiceState]):
         face = bid % self.faces
         shown = sum(state.dice, ())
         true = sum(die in (face, self.faces - 1) for die in shown) > bid // self.faces
-        return (1.0, -1.0) if (caller == 0) != true else (-1.0, 1.0)
+        if (caller == 0) != true:
+            return 1.0, -1.0
+        return -1.0, 1.0
 
     def info_state(self, state: LiarsDiceState, player: int) -> np.ndarray:
         own = 2 + self.dice * self.faces

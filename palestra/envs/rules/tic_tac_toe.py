@@ -31,7 +31,9 @@ class TicTacToeRules(Rules[TicTacToeState]):
 
     def current_player(self, state: TicTacToeState) -> int:
         left = state.count(EMPTY)
-        return TERMINAL if left == 0 or _winner(state) != EMPTY else (9 - left) % 2
+        if left == 0 or _winner(state) != EMPTY:
+            return TERMINAL
+        return (9 - left) % 2
 
     def legal_actions(self, state: TicTacToeState) -> list[int]:
         return [square for square, mark in enumerate(state) if mark == EMPTY]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 from functools import cache
-from itertools import product, starmap
 from typing import Literal, Protocol, TypeVar
 
 import numpy as np
@@ -103,16 +102,5 @@ def draw_layout(seed: int, propose: Callable[[np.random.Generator], L | None], s
 @cache
 def symmetries(size: int) -> tuple[tuple[int, ...], ...]:
     """Returns the 8 rotations and reflections of a square, each a tuple `image[cell]` of `size * size` cells."""
-    last = size - 1
-    images: list[Callable[[int, int], tuple[int, int]]] = [
-        lambda r, c: (r, c),
-        lambda r, c: (c, last - r),
-        lambda r, c: (last - r, last - c),
-        lambda r, c: (last - c, r),
-        lambda r, c: (r, last - c),
-        lambda r, c: (last - r, c),
-        lambda r, c: (c, r),
-        lambda r, c: (last - c, last - r),
-    ]
-    places = list(product(range(size), repeat=2))
-    return tuple(tuple(r * size + c for r, c in starmap(image, places)) for image in images)
+    cells = np.arange(size * size).reshape(size, size)
+    return tuple(tuple(np.rot90(square, k).ravel().tolist()) for square in (cells, cells.T) for k in range(4))

@@ -24,7 +24,7 @@ from palestra.envs.rules.kuhn import KuhnRules
 from palestra.envs.rules.leduc import LeducRules
 from palestra.envs.rules.liars_dice import LiarsDiceRules
 from palestra.envs.rules.tic_tac_toe import TicTacToeRules, TicTacToeState
-from palestra.envs.support.answers import answer_words
+from palestra.envs.support.answers import answer_words, mark_answer
 from palestra.envs.support.options import Rendering, RewardMode
 
 SEARCH_DEPTH = 4  # search depth of connect four's expert, in moves
@@ -66,12 +66,10 @@ class TextGame(Env):
         self.illegal_penalty = illegal_penalty if reward == "dense" else 0.0
         self.seats = tuple(f"player_{player}" for player in range(rules.num_players))
         self.action_words = [self.vocabulary.get(word, word) for word in rules.action_names]
-        if len({*self.vocabulary.values()}) < len(self.vocabulary) or len({*self.action_words}) < len(
-            self.action_words
-        ):
+        if any(len({*words}) < len(words) for words in (self.vocabulary.values(), self.action_words)):
             raise ValueError(f"vocabulary: {self.vocabulary} has one word for two things: give each its own")
         ours = sorted(map(re.escape, self.vocabulary), key=len, reverse=True)
-        self._own_words = re.compile(rf"(?<![\w-])(?:{'|'.join(ours)})(?![\w-])") if ours else None
+        self._own_words = re.compile(rf"(?<![\w-])(?:{'|'.join(ours)})(?![\w-])")
         name = rules.name.replace("_", " ")
         role = name if rendering == "compact" else f"{self._in_its_words(self.rules_text)}\n{ANSWER_FORMAT}"
         self.roles = dict.fromkeys(self.seats, role)
@@ -95,15 +93,18 @@ class TextGame(Env):
     def step(self, actions: dict[Seat, Any]) -> Step:
         ((seat, answer),) = actions.items()
         legal = self.rules.legal_actions(self.state)
-        said = self.action_of(answer, legal)
-        action = self.rng.choice(legal) if said is None else said
+        action = self.action_of(answer, legal)
+        is_invalid = action is None
+        if action is None:
+            action = self.rng.choice(legal)
         self.state = self.rules.next_state(self.state, action)
-        is_invalid = said is None
         info: dict[str, Any] = {"invalid": {seat: is_invalid}, "action": self.action_words[action]}
+        terms = {}
         if is_invalid:
             words = ", ".join(self.action_words[action] for action in legal)
             info["why_invalid"] = {seat: f"it is none of the words allowed ({words}); one was drawn at random"}
-        return self._step_result({seat: {FORM_TERM: 0.0 - self.illegal_penalty}} if is_invalid else {}, info)
+            terms[seat] = {FORM_TERM: 0.0 - self.illegal_penalty}
+        return self._step_result(terms, info)
 
     def fork(self) -> Self:
         """Returns an independent copy; states are immutable, so only the random generator is copied."""
@@ -122,16 +123,16 @@ class TextGame(Env):
 
     def says(self, action: int) -> str:
         """Returns an answer that selects this action."""
-        return self.action_words[action] if self.rendering == "compact" else f"#### {self.action_words[action]}"
+        return mark_answer(self.action_words[action], is_compact=self.rendering == "compact")
 
     def format_observation(self, state_text: str, legal: list[int]) -> str:
         """Returns the observation for information state `state_text` and the `legal` action indices."""
         return f"{self._in_its_words(state_text)} Say {' or '.join(self.action_words[action] for action in legal)}."
 
     def _in_its_words(self, state_text: str) -> str:
-        return (
-            self._own_words.sub(lambda found: self.vocabulary[found[0]], state_text) if self._own_words else state_text
-        )
+        if not self.vocabulary:
+            return state_text
+        return self._own_words.sub(lambda found: self.vocabulary[found[0]], state_text)
 
     def _step_result(self, terms: dict[Seat, dict[str, float]], info: dict[str, Any]) -> Step:
         """Samples pending chance moves, then returns the next step, whose rewards so far are `terms`."""
@@ -316,7 +317,7 @@ def best_actions(rules: Rules[Any], state: Any, depth: int, evaluate_state: Stat
     for action in rules.legal_actions(state):
         best = max(worth.values(), default=-math.inf)
         # The next float below the best value: an action that equals the best then differs from a worse one.
-        floor = math.nextafter(best, -math.inf) if worth else -math.inf
+        floor = math.nextafter(best, -math.inf)
         worth[action] = _negamax(
             rules,
             rules.next_state(state, action),

@@ -84,7 +84,9 @@ class ChainEnv(Env):
         done = len(self.answers.turns)
         seat = acting_seat(self.chain.turns[done][0] if done < len(self.chain.turns) else None, actions)
         self.answers = Answers([*self.answers.turns, (seat, str(actions[seat]))])
-        return self._ask() if done + 1 < len(self.chain.turns) else await self._judge()
+        if done + 1 < len(self.chain.turns):
+            return self._ask()
+        return await self._judge()
 
     def _ask(self) -> Step:
         seat, _ = self.chain.turns[len(self.answers.turns)]
@@ -109,7 +111,9 @@ class ChainEnv(Env):
         team = _terms_of(None, payments)
         info = await self._success(payments.values(), played)
         if self.chain.has_terms:
-            info |= terms_info(own) | ({TEAM_TERMS_KEY: team} if team else {})
+            info |= terms_info(own)
+            if team:
+                info[TEAM_TERMS_KEY] = team
         return Step({}, total_rewards(own), sum(team.values()), info=info)
 
     async def _success(self, payments: Iterable[Payment], played: Played) -> dict[str, Any]:
@@ -170,11 +174,14 @@ class Chain:
         success: Any = None,
     ) -> None:
         table = _read(rows)
-        self.turns = read_turns(list(prompts) if seats is None else list(seats), prompts)
+        if seats is None:
+            seats = list(prompts)
+        self.turns = read_turns(list(seats), prompts)
         self.seats = tuple(dict.fromkeys(seat for seat, _ in self.turns))
         columns = list(table[0])
         shown = shown_columns(self.turns, columns)
-        argument, known = "answer" if self.shows_answer else "answers", [*columns, *self.seats]
+        argument = "answer" if self.shows_answer else "answers"
+        known = [*columns, *self.seats]
         self.rewards = read_functions(reward, argument, known)
         self.has_terms = isinstance(reward, Mapping | list | tuple)
         self.success = read_functions(success, argument, known, "success")[0] if success else None
@@ -261,8 +268,7 @@ def _read(rows: Iterable[Row] | str | Path) -> list[Row]:
     """Returns the rows. Raises ValueError if there are none, or one is no mapping."""
     if isinstance(rows, str | Path):
         return read_rows(Path(rows))
-    table = list(rows)
-    if not table:
+    if not (table := list(rows)):
         raise ValueError("rows: there are none; give a list of {'prompt': ..., ...}")
     for i, row in enumerate(table):
         if not isinstance(row, Mapping):
@@ -293,9 +299,10 @@ def _terms_of(payee: Seat | None, payments: Mapping[str, Payment]) -> dict[str, 
 def _trl_batch(row: Row, answers: Answers, prompt: str | Chat) -> dict[str, list[Any]]:
     """Returns a row, the answers by seat, and the last prompt and answer, as TRL's reward functions get them."""
     completion: Any = answers.turns[-1][1]
+    shown: Any = prompt
     if isinstance(prompt, Chat):
         completion = [{"role": "assistant", "content": completion}]
-    shown = list(prompt.messages) if isinstance(prompt, Chat) else prompt
+        shown = list(prompt.messages)
     return {name: [value] for name, value in {**answers, **row, "prompts": shown, COMPLETIONS: completion}.items()}
 
 

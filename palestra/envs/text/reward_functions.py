@@ -45,7 +45,8 @@ class RewardFunction:
         """Returns the function's value. Raises ValueError with the row and the function if it raises."""
         try:
             value = self._call(played)
-            value = await value if inspect.isawaitable(value) else value
+            if inspect.isawaitable(value):
+                value = await value
         except Exception as error:
             raise ValueError(
                 f'the {self.what} function "{self.name}" failed for row {played.number} with '
@@ -87,8 +88,11 @@ def read_functions(given: Any, argument: str, names: Collection[str], what: str 
     `argument` is the second one of palestra's form, `names` are what TRL's form may ask for beside prompts and
     completions. Raises ValueError for what is no function, or takes other arguments.
     """
-    several = given if isinstance(given, list | tuple) else [given]
-    named = list(given.items()) if isinstance(given, Mapping) else [("", one) for one in several]
+    named = [("", given)]
+    if isinstance(given, Mapping):
+        named = list(given.items())
+    elif isinstance(given, list | tuple):
+        named = [("", one) for one in given]
     functions = [_read_function(name, one, argument, {"prompts", COMPLETIONS, *names}, what) for name, one in named]
     if not functions:
         raise ValueError(f"{what}: there is no function: write def {what}(row, {argument})")
@@ -98,7 +102,9 @@ def read_functions(given: Any, argument: str, names: Collection[str], what: str 
 
 
 def _read_function(name: str, given: Any, argument: str, known: Collection[str], what: str) -> RewardFunction:
-    function = load_object(given, what) if isinstance(given, str) else given
+    function = given
+    if isinstance(given, str):
+        function = load_object(given, what)
     name = name or getattr(function, "__name__", type(function).__name__)
     if callable(function):
         try:

@@ -115,7 +115,9 @@ def _template_of_turn(seat: Seat, prompt: Any, turn: int, count: int) -> Templat
     is_by_turn = isinstance(prompt, list | tuple) and not all(isinstance(part, Mapping) for part in prompt)
     if is_by_turn and len(prompt) != count:
         raise ValueError(f"prompts: {seat} has {len(prompt)} prompts and {count} turns: give one for each turn, or one")
-    return prompt[turn] if is_by_turn else prompt
+    if is_by_turn:
+        return prompt[turn]
+    return prompt
 
 
 def shown_columns(turns: Sequence[Turn], columns: Sequence[str]) -> dict[str, bool]:

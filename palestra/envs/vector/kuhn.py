@@ -9,12 +9,10 @@ import numpy as np
 from palestra.core.accel.jit import jit
 from palestra.envs.batch.native import NativeEnv, store_ended
 from palestra.envs.batch.rng import RNG_WORDS, random_below
+from palestra.envs.rules.kuhn import BET, check_players
 from palestra.envs.support.options import check_at_least
 from palestra.envs.vector_base import Discrete, empty_step
 
-PASS = 0
-BET = 1
-MAX_PLAYERS = 4
 CARD_NAMES = ("9", "10", "J", "Q", "K")  # the highest cards; a game of two players uses J, Q, K
 
 
@@ -62,76 +60,56 @@ def clear_games(obs: np.ndarray, state: np.ndarray, chosen: np.ndarray) -> None:
 @jit
 def _begin_games(t: KuhnArrays, chosen: np.ndarray) -> None:
     """Deals, takes antes and writes the first observations of the chosen games."""
-    rng = t.rng
-    cards = t.cards
-    stakes = t.stakes
-    moves = t.moves
-    first_bet = t.first_bet
-    obs = t.obs
-    agent_mask = t.agent_mask
-    state = t.state
-    players = stakes.shape[1]
-    deck = cards.shape[1]
-    clear_games(obs, state, chosen)
+    players = t.stakes.shape[1]
+    deck = t.cards.shape[1]
+    clear_games(t.obs, t.state, chosen)
     for b in range(len(chosen)):
         if chosen[b]:
-            deal_cards(rng[b], cards[b], players)
-            moves[b], first_bet[b] = 0, -1
+            deal_cards(t.rng[b], t.cards[b], players)
+            t.moves[b], t.first_bet[b] = 0, -1
             for n in range(players):
-                stakes[b, n] = 1
-                agent_mask[b, n] = n == 0
-                obs[b, n, n], obs[b, n, players + cards[b, n]] = 1, 1
-                state[b, deck * n + cards[b, n]] = 1
+                t.stakes[b, n] = 1
+                t.agent_mask[b, n] = n == 0
+                t.obs[b, n, n], t.obs[b, n, players + t.cards[b, n]] = 1, 1
+                t.state[b, deck * n + t.cards[b, n]] = 1
 
 
 @jit
 def _move(t: KuhnArrays, actions: np.ndarray) -> None:
     """Makes the move of the player to move and marks the games that it ended. After a bet, each other player answers
     once; a player that passes then is out."""
-    obs = t.obs
-    agent_mask = t.agent_mask
-    state = t.state
-    over = t.terminated
-    stakes = t.stakes
-    moves = t.moves
-    first_bet = t.first_bet
-    games, players = stakes.shape
+    games, players = t.stakes.shape
     for b in range(games):
-        move = moves[b]
-        turn = moves[b] % players
+        move = t.moves[b]
+        turn = t.moves[b] % players
         bet = actions[b, turn] == BET
         at = 2 * move + bet
         for n in range(players):
-            obs[b, n, 2 * players + 1 + at] = 1
-            agent_mask[b, n] = n == (move + 1) % players
-        state[b, players * (players + 1) + at] = 1
+            t.obs[b, n, 2 * players + 1 + at] = 1
+            t.agent_mask[b, n] = n == (move + 1) % players
+        t.state[b, players * (players + 1) + at] = 1
         if bet:
-            stakes[b, turn] = 2
-            if first_bet[b] < 0:
-                first_bet[b] = move
-        moves[b] = move + 1
-        over[b] = move + 1 == players + max(first_bet[b], 0)
+            t.stakes[b, turn] = 2
+            if t.first_bet[b] < 0:
+                t.first_bet[b] = move
+        t.moves[b] = move + 1
+        t.terminated[b] = move + 1 == players + max(t.first_bet[b], 0)
 
 
 @jit
 def _pay(t: KuhnArrays) -> None:
     """Writes the rewards. The highest card of the players that bet (of all players if none bet) wins the pot."""
-    cards = t.cards
-    stakes = t.stakes
-    first_bet = t.first_bet
-    rewards = t.rewards
-    over = t.terminated
-    games, players = stakes.shape
+    games, players = t.stakes.shape
     for b in range(games):
-        asked = 2 if first_bet[b] >= 0 else 1
+        asked = 1 + (t.first_bet[b] >= 0)
         pot = 0
         winner = -1
         for n in range(players):
-            pot += stakes[b, n]
-            if stakes[b, n] == asked and (winner < 0 or cards[b, n] > cards[b, winner]):
+            pot += t.stakes[b, n]
+            if t.stakes[b, n] == asked and (winner < 0 or t.cards[b, n] > t.cards[b, winner]):
                 winner = n
         for n in range(players):
-            rewards[b, n] = (pot if n == winner else 0) - stakes[b, n] if over[b] else 0
+            t.rewards[b, n] = t.terminated[b] * (pot * (n == winner) - t.stakes[b, n])
 
 
 @jit
@@ -159,8 +137,7 @@ class KuhnPoker(NativeEnv):
 
     def __init__(self, num_envs: int = 64, *, players: int = 2) -> None:
         check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
-        if not 2 <= players <= MAX_PLAYERS:
-            raise ValueError(f"players: {players} cannot play Kuhn poker here; use 2 to {MAX_PLAYERS}")
+        check_players(players)
         deck = players + 1
         moves = 2 * players - 1
         self.num_envs = num_envs
@@ -182,9 +159,8 @@ class KuhnPoker(NativeEnv):
         """Returns the card and the stake of each player."""
         cards = self.internal_state["cards"][game]
         stakes = self.internal_state["stakes"][game]
-        rows = [f"{seat}  {CARD_NAMES[card - len(cards)]}  {stake} in the pot"
-                for seat, card, stake in zip(self.seats, cards, stakes, strict=False)]  # fmt: skip
-        return "\n".join(rows)
+        hands = zip(self.seats, cards, stakes, strict=False)
+        return "\n".join(f"{seat}  {CARD_NAMES[card - len(cards)]}  {stake} in the pot" for seat, card, stake in hands)
 
     def _begin(self) -> None:
         self.internal_state["cards"][:] = np.arange(self.internal_state["cards"].shape[1])

@@ -9,21 +9,13 @@ import numpy as np
 from palestra.core.accel.jit import jit
 from palestra.envs.batch.native import NativeEnv, store_ended
 from palestra.envs.batch.rng import RNG_WORDS
+from palestra.envs.rules.leduc import CALL, DECK_SIZE, FOLD, INFO_STATE_SIZE, MAX_MOVES, MAX_RAISES, RAISE, RANKS
 from palestra.envs.support.options import check_at_least
 from palestra.envs.vector.kuhn import clear_games, deal_cards
 from palestra.envs.vector_base import Discrete, empty_step
 
-FOLD = 0
-CALL = 1
-RAISE = 2
-DECK_SIZE = 6  # card // 2 is its rank
-RANKS = "JQK"
 PUBLIC_CARD = 2  # index of the public card in the deck, after the players' cards
 ROUND, TURN, MOVES, RAISES, ACTION = range(5)  # columns of `play`; moves and raises count within the round
-# in a round
-MAX_MOVES = 4
-MAX_RAISES = 2
-OBSERVATION_SIZE = 2 + 2 * DECK_SIZE + 2 * 2 * MAX_MOVES
 STATE_SIZE = 3 * DECK_SIZE + 2 * 2 * MAX_MOVES
 
 
@@ -47,112 +39,87 @@ class LeducArrays(NamedTuple):
 @jit
 def _begin_games(t: LeducArrays, chosen: np.ndarray) -> None:
     """Deals, takes antes and writes the first observations of the chosen games."""
-    rng = t.rng
-    cards = t.cards
-    play = t.play
-    stakes = t.stakes
-    obs = t.obs
-    state = t.state
-    clear_games(obs, state, chosen)
+    clear_games(t.obs, t.state, chosen)
     for b in range(len(chosen)):
         if chosen[b]:
-            deal_cards(rng[b], cards[b], PUBLIC_CARD + 1)
-            play[b, ROUND], play[b, TURN], play[b, MOVES], play[b, RAISES] = 0, 0, 0, 0
+            deal_cards(t.rng[b], t.cards[b], PUBLIC_CARD + 1)
+            t.play[b, ROUND], t.play[b, TURN], t.play[b, MOVES], t.play[b, RAISES] = 0, 0, 0, 0
             for n in range(2):
-                stakes[b, n] = 1
-                obs[b, n, n], obs[b, n, 2 + cards[b, n]] = 1, 1
-                state[b, DECK_SIZE * n + cards[b, n]] = 1
+                t.stakes[b, n] = 1
+                t.obs[b, n, n], t.obs[b, n, 2 + t.cards[b, n]] = 1, 1
+                t.state[b, DECK_SIZE * n + t.cards[b, n]] = 1
 
 
 @jit
 def _choose(t: LeducArrays, actions: np.ndarray) -> None:
     """Reads the action of the player to move (call if it is illegal) and writes it to the history; folds are not
     written."""
-    play = t.play
-    action_mask = t.action_mask
-    obs = t.obs
-    state = t.state
-    for b in range(len(play)):
-        turn = play[b, TURN]
+    for b in range(len(t.play)):
+        turn = t.play[b, TURN]
         action = actions[b, turn]
-        if not (FOLD <= action <= RAISE and action_mask[b, turn, action]):
+        if not (FOLD <= action <= RAISE and t.action_mask[b, turn, action]):
             action = CALL
-        play[b, ACTION] = action
+        t.play[b, ACTION] = action
         if action != FOLD:
-            at = 2 * (MAX_MOVES * play[b, ROUND] + play[b, MOVES]) + action - CALL
-            obs[b, 0, 2 + 2 * DECK_SIZE + at], obs[b, 1, 2 + 2 * DECK_SIZE + at] = 1, 1
-            state[b, 3 * DECK_SIZE + at] = 1
+            at = 2 * (MAX_MOVES * t.play[b, ROUND] + t.play[b, MOVES]) + action - CALL
+            t.obs[b, 0, 2 + 2 * DECK_SIZE + at], t.obs[b, 1, 2 + 2 * DECK_SIZE + at] = 1, 1
+            t.state[b, 3 * DECK_SIZE + at] = 1
 
 
 @jit
 def _move(t: LeducArrays) -> None:
     """Makes the chosen move and marks the games that it ended. A call ends the round unless it is the round's first
     move."""
-    play = t.play
-    stakes = t.stakes
-    over = t.terminated
-    for b in range(len(play)):
-        turn = play[b, TURN]
-        action = play[b, ACTION]
-        closed = action == CALL and play[b, MOVES] > 0
-        over[b] = action == FOLD or (closed and play[b, ROUND] == 1)
+    for b in range(len(t.play)):
+        turn = t.play[b, TURN]
+        action = t.play[b, ACTION]
+        closed = action == CALL and t.play[b, MOVES] > 0
+        t.terminated[b] = action == FOLD or (closed and t.play[b, ROUND] == 1)
         if action != FOLD:
-            stakes[b, turn] = stakes[b, 1 - turn]
+            t.stakes[b, turn] = t.stakes[b, 1 - turn]
         if action == RAISE:
-            stakes[b, turn] += 2 * (play[b, ROUND] + 1)
-            play[b, RAISES] += 1
-        if closed and not over[b]:
-            play[b, ROUND], play[b, TURN], play[b, MOVES], play[b, RAISES] = 1, 0, 0, 0
-        elif not over[b]:
-            play[b, TURN], play[b, MOVES] = 1 - turn, play[b, MOVES] + 1
+            t.stakes[b, turn] += 2 * (t.play[b, ROUND] + 1)
+            t.play[b, RAISES] += 1
+        if closed and not t.terminated[b]:
+            t.play[b, ROUND], t.play[b, TURN], t.play[b, MOVES], t.play[b, RAISES] = 1, 0, 0, 0
+        elif not t.terminated[b]:
+            t.play[b, TURN], t.play[b, MOVES] = 1 - turn, t.play[b, MOVES] + 1
 
 
 @jit
 def _pay(t: LeducArrays) -> None:
     """Writes the rewards. The remaining player wins the other's stake, or the better hand does (a pair beats any single
     card); equal hands split."""
-    cards = t.cards
-    play = t.play
-    stakes = t.stakes
-    rewards = t.rewards
-    over = t.terminated
-    for b in range(len(play)):
-        rewards[b, 0], rewards[b, 1] = 0, 0
-        if not over[b]:
+    for b in range(len(t.play)):
+        t.rewards[b, 0], t.rewards[b, 1] = 0, 0
+        if not t.terminated[b]:
             continue
-        first = cards[b, 0] // 2
-        second = cards[b, 1] // 2
-        public = cards[b, PUBLIC_CARD] // 2
-        if play[b, ACTION] == FOLD:
-            winner = 1 - play[b, TURN]
+        first = t.cards[b, 0] // 2
+        second = t.cards[b, 1] // 2
+        public = t.cards[b, PUBLIC_CARD] // 2
+        if t.play[b, ACTION] == FOLD:
+            winner = 1 - t.play[b, TURN]
         elif first != second:
-            winner = 0 if first == public or (second != public and first > second) else 1
+            winner = int(second == public or (first != public and second > first))
         else:
             continue
-        lost = stakes[b, 1 - winner]
-        rewards[b, winner], rewards[b, 1 - winner] = lost, -lost
+        lost = t.stakes[b, 1 - winner]
+        t.rewards[b, winner], t.rewards[b, 1 - winner] = lost, -lost
 
 
 @jit
 def _write(t: LeducArrays) -> None:
     """Writes the public card, the player to move and the action mask; both seats get the mask of the player to move."""
-    cards = t.cards
-    play = t.play
-    stakes = t.stakes
-    obs = t.obs
-    state = t.state
-    agent_mask = t.agent_mask
-    action_mask = t.action_mask
-    for b in range(len(play)):
-        turn = play[b, TURN]
+    for b in range(len(t.play)):
+        turn = t.play[b, TURN]
         for n in range(2):
-            agent_mask[b, n] = n == turn
-            action_mask[b, n, FOLD] = stakes[b, turn] < stakes[b, 1 - turn]
-            action_mask[b, n, RAISE] = play[b, RAISES] < MAX_RAISES
-        if play[b, ROUND] == 1:
-            public = cards[b, PUBLIC_CARD]
-            obs[b, 0, 2 + DECK_SIZE + public], obs[b, 1, 2 + DECK_SIZE + public] = 1, 1
-            state[b, 2 * DECK_SIZE + public] = 1
+            t.agent_mask[b, n] = n == turn
+            t.action_mask[b, n, FOLD] = t.stakes[b, turn] < t.stakes[b, 1 - turn]
+            t.action_mask[b, n, RAISE] = t.play[b, RAISES] < MAX_RAISES
+        if t.play[b, ROUND] == 1:
+            public = t.cards[b, PUBLIC_CARD]
+            t.obs[b, 0, 2 + DECK_SIZE + public], t.obs[b, 1, 2 + DECK_SIZE + public] = 1, 1
+            t.state[b, 2 * DECK_SIZE + public] = 1
 
 
 @jit
@@ -182,14 +149,14 @@ class LeducPoker(NativeEnv):
     name: ClassVar[str] = "leduc_poker"
     action_names = ("fold", "call", "raise")
     seats = ("player_0", "player_1")
-    observation_shapes = ((OBSERVATION_SIZE,), (OBSERVATION_SIZE,))
+    observation_shapes = ((INFO_STATE_SIZE,), (INFO_STATE_SIZE,))
     action_spaces = (Discrete(3), Discrete(3))
     state_size = STATE_SIZE
 
     def __init__(self, num_envs: int = 64) -> None:
         check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
         self.num_envs = num_envs
-        self.vector_step = empty_step(num_envs, 2, (OBSERVATION_SIZE,), num_actions=3, state_size=STATE_SIZE)
+        self.vector_step = empty_step(num_envs, 2, (INFO_STATE_SIZE,), num_actions=3, state_size=STATE_SIZE)
         self.internal_state = {
             "rng": np.zeros((num_envs, RNG_WORDS), np.uint64),
             "cards": np.zeros((num_envs, DECK_SIZE), np.int8),

@@ -47,28 +47,21 @@ def _roll(stream: np.ndarray, dice: np.ndarray, faces: int) -> None:
 @jit
 def _begin_games(t: LiarsDiceArrays, faces: int, chosen: np.ndarray) -> None:
     """Rolls the dice and writes the first observations of the chosen games."""
-    rng = t.rng
-    dice = t.dice
-    turn = t.turn
-    bid = t.bid
-    obs = t.obs
-    action_mask = t.action_mask
-    state = t.state
-    most = dice.shape[2]
-    liar = action_mask.shape[2] - 1
-    clear_games(obs, state, chosen)
+    most = t.dice.shape[2]
+    liar = t.action_mask.shape[2] - 1
+    clear_games(t.obs, t.state, chosen)
     for b in range(len(chosen)):
         if chosen[b]:
-            turn[b], bid[b] = 0, -1
+            t.turn[b], t.bid[b] = 0, -1
             for n in range(2):
-                _roll(rng[b], dice[b, n], faces)
-                obs[b, n, n] = 1
+                _roll(t.rng[b], t.dice[b, n], faces)
+                t.obs[b, n, n] = 1
                 for die in range(most):
-                    at = faces * die + dice[b, n, die]
-                    obs[b, n, 2 + at], state[b, most * faces * n + at] = 1, 1
+                    at = faces * die + t.dice[b, n, die]
+                    t.obs[b, n, 2 + at], t.state[b, most * faces * n + at] = 1, 1
                 for action in range(liar):
-                    action_mask[b, n, action] = True
-                action_mask[b, n, liar] = False
+                    t.action_mask[b, n, action] = True
+                t.action_mask[b, n, liar] = False
 
 
 @jit
@@ -76,47 +69,38 @@ def _move(t: LiarsDiceArrays, faces: int, actions: np.ndarray) -> None:
     """Plays the action of the player to move (the lowest legal one if it is illegal) and writes it to the history.
     After a bid, only higher bids and the call are legal; the call ends the game. Both seats get the action mask of the
     player to move."""
-    turn = t.turn
-    bid = t.bid
-    obs = t.obs
-    action_mask = t.action_mask
-    state = t.state
-    over = t.terminated
     own = t.dice.shape[2] * faces
-    liar = action_mask.shape[2] - 1
-    for b in range(len(turn)):
-        action = int(actions[b, turn[b]])
-        if not (0 <= action <= liar and action_mask[b, turn[b], action]):
-            action = bid[b] + 1
-        obs[b, 0, 2 + own + action], obs[b, 1, 2 + own + action], state[b, 2 * own + action] = 1, 1, 1
-        over[b] = action == liar
-        if not over[b]:
+    liar = t.action_mask.shape[2] - 1
+    for b in range(len(t.turn)):
+        action = int(actions[b, t.turn[b]])
+        if not (0 <= action <= liar and t.action_mask[b, t.turn[b], action]):
+            action = t.bid[b] + 1
+        t.obs[b, 0, 2 + own + action], t.obs[b, 1, 2 + own + action], t.state[b, 2 * own + action] = 1, 1, 1
+        t.terminated[b] = action == liar
+        if not t.terminated[b]:
             for n in range(2):
-                for lower in range(bid[b] + 1, action + 1):
-                    action_mask[b, n, lower] = False
-                action_mask[b, n, liar] = True
-            turn[b], bid[b] = 1 - turn[b], action
+                for lower in range(t.bid[b] + 1, action + 1):
+                    t.action_mask[b, n, lower] = False
+                t.action_mask[b, n, liar] = True
+            t.turn[b], t.bid[b] = 1 - t.turn[b], action
 
 
 @jit
 def _pay(t: LiarsDiceArrays, faces: int) -> None:
     """Writes the rewards. A bid is true if at least that many dice show its face or the highest face, which is wild."""
-    dice = t.dice
-    turn = t.turn
-    bid = t.bid
-    rewards = t.rewards
-    over = t.terminated
-    for b in range(len(turn)):
-        rewards[b, 0], rewards[b, 1] = 0, 0
-        if over[b]:
-            quantity = bid[b] // faces + 1
-            face = bid[b] % faces
+    for b in range(len(t.turn)):
+        t.rewards[b, 0], t.rewards[b, 1] = 0, 0
+        if t.terminated[b]:
+            quantity = t.bid[b] // faces + 1
+            face = t.bid[b] % faces
             shown = 0
             for n in range(2):
-                for die in range(dice.shape[2]):
-                    shown += dice[b, n, die] == face or dice[b, n, die] == faces - 1
-            winner = 1 - turn[b] if shown >= quantity else turn[b]
-            rewards[b, winner], rewards[b, 1 - winner] = 1, -1
+                for die in range(t.dice.shape[2]):
+                    shown += t.dice[b, n, die] == face or t.dice[b, n, die] == faces - 1
+            winner = t.turn[b]
+            if shown >= quantity:
+                winner = 1 - winner
+            t.rewards[b, winner], t.rewards[b, 1 - winner] = 1, -1
 
 
 @jit

@@ -34,7 +34,6 @@ SEATS = ("player_0", "player_1")
 # states of the two-step game
 START = 0
 CERTAIN = 1
-RISKY = 2
 TWO_STEP_PAYOFFS = np.array([[[0, 0], [0, 0]], [[7, 7], [7, 7]], [[0, 1], [1, 8]]], np.float64)  # by state
 
 
@@ -54,27 +53,22 @@ class MatrixArrays(NamedTuple):
 def _play_round(t: MatrixArrays, payoff: np.ndarray, rounds: int, actions: np.ndarray) -> None:
     """Writes the rewards and the last joint action, one-hot: in observations the seat's own action first, in the state
     player_0's."""
-    place = t.place
-    obs = t.obs
-    state = t.state
-    rewards = t.rewards
-    over = t.terminated
     rows = payoff.shape[0]
     columns = payoff.shape[1]
-    for b in range(len(place)):
+    for b in range(len(t.place)):
         row = min(max(actions[b, 0], 0), rows - 1)
         column = min(max(actions[b, 1], 0), columns - 1)
-        rewards[b, 0], rewards[b, 1] = payoff[row, column, 0], payoff[row, column, 1]
+        t.rewards[b, 0], t.rewards[b, 1] = payoff[row, column, 0], payoff[row, column, 1]
         for at in range(rows + columns):
-            obs[b, 0, at], obs[b, 1, at], state[b, at] = 0, 0, 0
-        obs[b, 0, row], obs[b, 0, rows + column] = 1, 1
-        obs[b, 1, column], obs[b, 1, columns + row] = 1, 1
-        state[b, row], state[b, rows + column] = 1, 1
-        place[b] += 1
-        state[b, rows + columns] = place[b] / rounds
-        over[b] = place[b] == rounds
-        if over[b]:
-            place[b] = 0
+            t.obs[b, 0, at], t.obs[b, 1, at], t.state[b, at] = 0, 0, 0
+        t.obs[b, 0, row], t.obs[b, 0, rows + column] = 1, 1
+        t.obs[b, 1, column], t.obs[b, 1, columns + row] = 1, 1
+        t.state[b, row], t.state[b, rows + column] = 1, 1
+        t.place[b] += 1
+        t.state[b, rows + columns] = t.place[b] / rounds
+        t.terminated[b] = t.place[b] == rounds
+        if t.terminated[b]:
+            t.place[b] = 0
 
 
 @jit
@@ -86,16 +80,13 @@ def _step_rounds(t: MatrixArrays, payoff: np.ndarray, rounds: int, actions: np.n
 
 @jit
 def _play_two(t: MatrixArrays, actions: np.ndarray) -> None:
-    place = t.place
-    rewards = t.rewards
-    over = t.terminated
-    for b in range(len(place)):
+    for b in range(len(t.place)):
         first = int(actions[b, 0] == 1)
         second = int(actions[b, 1] == 1)
-        reward = TWO_STEP_PAYOFFS[place[b], first, second]
-        rewards[b, 0], rewards[b, 1] = reward, reward
-        over[b] = place[b] != START
-        place[b] = START if over[b] else CERTAIN + first
+        reward = TWO_STEP_PAYOFFS[t.place[b], first, second]
+        t.rewards[b, 0], t.rewards[b, 1] = reward, reward
+        t.terminated[b] = t.place[b] != START
+        t.place[b] = START if t.terminated[b] else CERTAIN + first
 
 
 @jit
@@ -117,22 +108,19 @@ def _step_two(t: MatrixArrays, actions: np.ndarray) -> None:
 def _play_m(t: MatrixArrays, steps: int, actions: np.ndarray) -> None:
     """Plays a step of the m-step game. State 0 is the start, followed by the steps - 1 states of the left branch and as
     many of the right one."""
-    place = t.place
-    rewards = t.rewards
-    over = t.terminated
-    for b in range(len(place)):
+    for b in range(len(t.place)):
         first = int(actions[b, 0] == 1)
         second = int(actions[b, 1] == 1)
-        at = place[b]
+        at = t.place[b]
         branch = first if at == START else int(at >= steps)
         last = at in (steps - 1, 2 * steps - 2)
         reward = int(first == branch and second == branch)
         if last and branch == 0:
-            reward = 4 if first and second else 1
-        rewards[b, 0], rewards[b, 1] = reward, reward
-        over[b] = last or not reward
+            reward = 1 + 3 * (first and second)
+        t.rewards[b, 0], t.rewards[b, 1] = reward, reward
+        t.terminated[b] = last or not reward
         following = at + 1 if at != START else 1 + branch * (steps - 1)
-        place[b] = START if over[b] else following
+        t.place[b] = START if t.terminated[b] else following
 
 
 @jit
@@ -195,7 +183,9 @@ class MatrixGame(_Tabular):
         if game is not None and game not in PAYOFFS:
             raise ValueError(f'game: no table is called "{game}"; use {", ".join(PAYOFFS)}, or give payoff')
         check_at_least("rounds", rounds, 1, "a game is played at least once")
-        self.payoff = _table(PAYOFFS[game or "rock_paper_scissors"] if payoff is None else payoff)
+        if payoff is None:
+            payoff = PAYOFFS[game or "rock_paper_scissors"]
+        self.payoff = _table(payoff)
         self.rounds = rounds
         rows, columns, _ = self.payoff.shape
         super().__init__(num_envs, (rows, columns), rows + columns, rows + columns + 1)
@@ -256,7 +246,9 @@ def _table(payoff: list[Any]) -> np.ndarray:
 
 
 def _pair(entry: Any) -> tuple[float, float]:
-    pair = tuple(entry) if isinstance(entry, list | tuple) else (entry, entry)
+    pair = (entry, entry)
+    if isinstance(entry, list | tuple):
+        pair = tuple(entry)
     if len(pair) != 2 or not all(isinstance(value, int | float) and math.isfinite(value) for value in pair):
         raise ValueError(
             f"payoff: {entry!r} is neither a finite number, which both seats get, nor one for each of the two"

@@ -11,9 +11,9 @@ actions: the strength of the push in each of these directions, 0 to 1 (the first
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,17 +21,8 @@ from palestra.core.types import Seat
 from palestra.envs.batch.canvas import GREEN, GREY, LIGHT_GREY, Canvas, seat_colour
 from palestra.envs.batch.native import NativeEnv
 from palestra.envs.support.options import check_at_least
+from palestra.envs.vector import mpe_rules as rules
 from palestra.envs.vector.mpe_physics import begin_games, build_world, empty_world_arrays, step_arrays
-from palestra.envs.vector.mpe_rules import (
-    advance_adversary,
-    advance_speaker_listener,
-    advance_spread,
-    advance_tag,
-    observe_adversary,
-    observe_speaker_listener,
-    observe_spread,
-    observe_tag,
-)
 from palestra.envs.vector_base import Continuous, Discrete, Entities, Space, empty_step
 
 MOVES = ("nothing", "left", "right", "down", "up")
@@ -59,7 +50,13 @@ class WorldSpec:
 
 
 class _Particles(NativeEnv):
-    """Base class of the four games: seats, arrays, and actions in one shape."""
+    """Base class of the four games: seats, arrays, and actions in one shape. `observe` and `advance` are a game's
+    kernels, and `observe_options` and `advance_options` what they take beyond the arguments of all games."""
+
+    observe: Callable[..., None]
+    advance: Callable[..., None]
+    observe_options: tuple[Any, ...] = ()
+    advance_options: tuple[Any, ...] = ()
 
     def __init__(self, num_envs: int, spec: WorldSpec, max_cycles: int, continuous: bool) -> None:
         check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
@@ -91,11 +88,12 @@ class _Particles(NativeEnv):
 
     def _begin(self) -> None:
         begin_games(self._world, self._all)
-        self._observe()
+        self.observe(self._world, self._view, self._all, *self.observe_options)
 
     def _advance(self, actions: np.ndarray) -> None:
-        kind, numbers = (np.float32, NUM_MOVES) if self.continuous else (np.int32, 1)
-        self._play(actions.astype(kind, copy=False).reshape(self.num_envs, len(self.seats), numbers))
+        actions_BND = actions.astype(self.action_spaces[0].dtype, copy=False).reshape(*actions.shape[:2], -1)
+        game = (self._world, self._view, self._all, actions_BND, self.continuous, self.max_cycles)
+        self.advance(*game, *self.advance_options)
 
     def render(self, game: int) -> np.ndarray:
         """Draws the agents in the colours of their seats, landmarks in grey, the goal in green."""
@@ -117,14 +115,6 @@ class _Particles(NativeEnv):
             canvas.line((-1, wall), (1, wall), LIGHT_GREY)
         return canvas.picture()
 
-    @abstractmethod
-    def _observe(self) -> None:
-        """Writes the observations of every game."""
-
-    @abstractmethod
-    def _play(self, actions_BND: np.ndarray) -> None:
-        """Plays one joint step in every game; a discrete action is a row of one number."""
-
 
 class SimpleSpread(_Particles):
     """As many agents as landmarks: together they must cover all landmarks without touching each other.
@@ -136,6 +126,8 @@ class SimpleSpread(_Particles):
     """
 
     name: ClassVar[str] = "simple_spread"
+    observe = staticmethod(rules.observe_spread)
+    advance = staticmethod(rules.advance_spread)
 
     def __init__(
         self,
@@ -152,7 +144,7 @@ class SimpleSpread(_Particles):
                 f"local_ratio is {local_ratio}, but it is the share of an agent's own reward in what it gets: "
                 "give a number from 0 (only the team's) to 1 (only its own)"
             )
-        self.local_ratio = float(local_ratio)
+        self.advance_options = (float(local_ratio),)
         spec = WorldSpec(
             seats=_seat_names("agent", agents),
             observation_sizes=(6 * agents,) * agents,
@@ -168,14 +160,6 @@ class SimpleSpread(_Particles):
         others = tuple((places + i, places + i + 1, words + i, words + i + 1) for i in range(0, 2 * agents - 2, 2))
         self.observation_entities = ((Entities.in_a_row(4, agents, 2, PLACE), Entities(4, others, PLACE)),) * agents
 
-    def _observe(self) -> None:
-        observe_spread(self._world, self._view, self._all)
-
-    def _play(self, actions_BND: np.ndarray) -> None:
-        advance_spread(
-            self._world, self._view, self._all, actions_BND, self.continuous, self.max_cycles, self.local_ratio
-        )
-
 
 class SimpleAdversary(_Particles):
     """`agents` cooperating agents see which of as many landmarks is the goal; one adversary sees only the agents and
@@ -186,6 +170,8 @@ class SimpleAdversary(_Particles):
     """
 
     name: ClassVar[str] = "simple_adversary"
+    observe = staticmethod(rules.observe_adversary)
+    advance = staticmethod(rules.advance_adversary)
 
     def __init__(
         self, num_envs: int = 64, *, agents: int = 2, max_cycles: int = 25, continuous_actions: bool = False
@@ -201,12 +187,6 @@ class SimpleAdversary(_Particles):
         )
         super().__init__(num_envs, spec, max_cycles, continuous_actions)
 
-    def _observe(self) -> None:
-        observe_adversary(self._world, self._view, self._all)
-
-    def _play(self, actions_BND: np.ndarray) -> None:
-        advance_adversary(self._world, self._view, self._all, actions_BND, self.continuous, self.max_cycles)
-
 
 class SimpleTag(_Particles):
     """`num_adversaries` adversaries chase `num_good` agents, which are faster, between `num_obstacles` obstacles.
@@ -216,6 +196,8 @@ class SimpleTag(_Particles):
     """
 
     name: ClassVar[str] = "simple_tag"
+    observe = staticmethod(rules.observe_tag)
+    advance = staticmethod(rules.advance_tag)
 
     def __init__(
         self,
@@ -241,16 +223,10 @@ class SimpleTag(_Particles):
             max_speed=(1.0,) * num_adversaries + (1.3,) * num_good,
             landmark_range=0.9,
         )
-        self.hunters = num_adversaries
+        self.observe_options = self.advance_options = (num_adversaries,)
         super().__init__(num_envs, spec, max_cycles, continuous_actions)
         seats = [(num_adversaries - 1, num_good)] * num_adversaries + [(num_adversaries, num_good - 1)] * num_good
         self.observation_entities = tuple(_tag_entities(num_obstacles, *others) for others in seats)
-
-    def _observe(self) -> None:
-        observe_tag(self._world, self._view, self._all, self.hunters)
-
-    def _play(self, actions_BND: np.ndarray) -> None:
-        advance_tag(self._world, self._view, self._all, actions_BND, self.continuous, self.max_cycles, self.hunters)
 
 
 class SimpleSpeakerListener(_Particles):
@@ -263,6 +239,8 @@ class SimpleSpeakerListener(_Particles):
     """
 
     name: ClassVar[str] = "simple_speaker_listener"
+    observe = staticmethod(rules.observe_speaker_listener)
+    advance = staticmethod(rules.advance_speaker_listener)
 
     def __init__(self, num_envs: int = 64, *, max_cycles: int = 25, continuous_actions: bool = False) -> None:
         spec = WorldSpec(
@@ -275,12 +253,6 @@ class SimpleSpeakerListener(_Particles):
             num_words=3,
         )
         super().__init__(num_envs, spec, max_cycles, continuous_actions)
-
-    def _observe(self) -> None:
-        observe_speaker_listener(self._world, self._view, self._all)
-
-    def _play(self, actions_BND: np.ndarray) -> None:
-        advance_speaker_listener(self._world, self._view, self._all, actions_BND, self.continuous, self.max_cycles)
 
 
 def _tag_entities(obstacles: int, hunters: int, good: int) -> tuple[Entities, ...]:
@@ -300,4 +272,6 @@ def _seat_names(role: str, count: int) -> tuple[Seat, ...]:
 
 
 def _space(choices: int, continuous: bool) -> Space:
-    return Continuous((0.0,) * choices, (1.0,) * choices) if continuous else Discrete(choices)
+    if continuous:
+        return Continuous((0.0,) * choices, (1.0,) * choices)
+    return Discrete(choices)

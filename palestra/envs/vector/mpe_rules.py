@@ -50,39 +50,34 @@ def advance_spread(
 def reward_spread(world: World, arrays: MPEStepArrays, local_ratio: float) -> None:
     """Writes the rewards; `local_ratio` is the weight of the agent's own reward, -1 for each other agent that it
     touches."""
-    pos = world.pos
-    rewards = arrays.rewards
     agents = world.vel.shape[1]
-    for b in range(len(pos)):
+    for b in range(len(world.pos)):
         team = 0.0
-        for e in range(agents, pos.shape[1]):
-            team -= nearest_distance(pos, b, 0, agents, e)
+        for e in range(agents, world.pos.shape[1]):
+            team -= nearest_distance(world.pos, b, 0, agents, e)
         for i in range(agents):
-            rewards[b, i] = 0
+            arrays.rewards[b, i] = 0
             for j in range(i):
-                if overlaps(pos, world.radius, b, i, j):
-                    rewards[b, i] -= 1
-                    rewards[b, j] -= 1
+                if overlaps(world.pos, world.radius, b, i, j):
+                    arrays.rewards[b, i] -= 1
+                    arrays.rewards[b, j] -= 1
         for i in range(agents):
-            rewards[b, i] = team * (1 - local_ratio) + rewards[b, i] * local_ratio
+            arrays.rewards[b, i] = team * (1 - local_ratio) + arrays.rewards[b, i] * local_ratio
 
 
 @jit
 def observe_spread(world: World, arrays: MPEStepArrays, which_B: np.ndarray) -> None:
     """Writes own velocity and position, landmarks, other agents; the other agents' messages, which follow, are always
     zero."""
-    pos = world.pos
-    vel = world.vel
-    obs = arrays.obs
     agents = world.vel.shape[1]
     for b in range(len(which_B)):
         if which_B[b]:
             for i in range(agents):
-                at = write_vector(obs, b, i, 0, vel, i)
-                at = write_vector(obs, b, i, at, pos, i)
-                at = write_relative_positions(obs, b, i, at, pos, agents, pos.shape[1])
-                write_relative_positions(obs, b, i, at, pos, 0, agents)
-            write_state(obs, arrays.state, arrays.observation_sizes, b)
+                at = write_vector(arrays.obs, b, i, 0, world.vel, i)
+                at = write_vector(arrays.obs, b, i, at, world.pos, i)
+                at = write_relative_positions(arrays.obs, b, i, at, world.pos, agents, world.pos.shape[1])
+                write_relative_positions(arrays.obs, b, i, at, world.pos, 0, agents)
+            write_state(arrays.obs, arrays.state, arrays.observation_sizes, b)
 
 
 @jit
@@ -102,32 +97,28 @@ def advance_adversary(
 def reward_adversary(world: World, arrays: MPEStepArrays) -> None:
     """Writes the rewards: minus its distance to the goal for the adversary (agent 0); for each other agent the
     adversary's distance minus the distance of the nearest other agent."""
-    pos = world.pos
-    rewards = arrays.rewards
     agents = world.vel.shape[1]
-    for b in range(len(pos)):
+    for b in range(len(world.pos)):
         goal = agents + world.goal[b]
-        theirs = nearest_distance(pos, b, 0, 1, goal)
-        ours = theirs - nearest_distance(pos, b, 1, agents, goal)
-        rewards[b, 0] = -theirs
+        theirs = nearest_distance(world.pos, b, 0, 1, goal)
+        ours = theirs - nearest_distance(world.pos, b, 1, agents, goal)
+        arrays.rewards[b, 0] = -theirs
         for i in range(1, agents):
-            rewards[b, i] = ours
+            arrays.rewards[b, i] = ours
 
 
 @jit
 def observe_adversary(world: World, arrays: MPEStepArrays, which_B: np.ndarray) -> None:
     """Writes the goal (not for the adversary), landmarks, other agents."""
-    pos = world.pos
-    obs = arrays.obs
     agents = world.vel.shape[1]
     for b in range(len(which_B)):
         if which_B[b]:
             goal = agents + world.goal[b]
             for i in range(agents):
-                at = 0 if i == 0 else write_relative_positions(obs, b, i, 0, pos, goal, goal + 1)
-                at = write_relative_positions(obs, b, i, at, pos, agents, pos.shape[1])
-                write_relative_positions(obs, b, i, at, pos, 0, agents)
-            write_state(obs, arrays.state, arrays.observation_sizes, b)
+                at = 0 if i == 0 else write_relative_positions(arrays.obs, b, i, 0, world.pos, goal, goal + 1)
+                at = write_relative_positions(arrays.obs, b, i, at, world.pos, agents, world.pos.shape[1])
+                write_relative_positions(arrays.obs, b, i, at, world.pos, 0, agents)
+            write_state(arrays.obs, arrays.state, arrays.observation_sizes, b)
 
 
 @jit
@@ -153,18 +144,16 @@ def advance_tag(
 def reward_tag(world: World, arrays: MPEStepArrays, hunters: int) -> None:
     """Writes the rewards: 10 to every hunter for each touch of a prey, -10 to that prey, which also pays for leaving
     the field."""
-    pos = world.pos
-    rewards = arrays.rewards
-    for b in range(len(pos)):
+    for b in range(len(world.pos)):
         catches = 0
         for prey in range(hunters, world.vel.shape[1]):
             caught = 0
             for hunter in range(hunters):
-                caught += overlaps(pos, world.radius, b, prey, hunter)
-            rewards[b, prey] = -10.0 * caught - _outside(pos[b, prey, 0]) - _outside(pos[b, prey, 1])
+                caught += overlaps(world.pos, world.radius, b, prey, hunter)
+            arrays.rewards[b, prey] = -10.0 * caught - _outside(world.pos[b, prey, 0]) - _outside(world.pos[b, prey, 1])
             catches += caught
         for hunter in range(hunters):
-            rewards[b, hunter] = 10.0 * catches
+            arrays.rewards[b, hunter] = 10.0 * catches
 
 
 @jit
@@ -181,21 +170,18 @@ def _outside(x: float) -> float:
 @jit
 def observe_tag(world: World, arrays: MPEStepArrays, which_B: np.ndarray, hunters: int) -> None:
     """Writes own velocity and position, obstacles, other agents, velocities of the other good agents."""
-    pos = world.pos
-    vel = world.vel
-    obs = arrays.obs
     agents = world.vel.shape[1]
     for b in range(len(which_B)):
         if which_B[b]:
             for i in range(agents):
-                at = write_vector(obs, b, i, 0, vel, i)
-                at = write_vector(obs, b, i, at, pos, i)
-                at = write_relative_positions(obs, b, i, at, pos, agents, pos.shape[1])
-                at = write_relative_positions(obs, b, i, at, pos, 0, agents)
+                at = write_vector(arrays.obs, b, i, 0, world.vel, i)
+                at = write_vector(arrays.obs, b, i, at, world.pos, i)
+                at = write_relative_positions(arrays.obs, b, i, at, world.pos, agents, world.pos.shape[1])
+                at = write_relative_positions(arrays.obs, b, i, at, world.pos, 0, agents)
                 for prey in range(hunters, agents):
                     if prey != i:
-                        at = write_vector(obs, b, i, at, vel, prey)
-            write_state(obs, arrays.state, arrays.observation_sizes, b)
+                        at = write_vector(arrays.obs, b, i, at, world.vel, prey)
+            write_state(arrays.obs, arrays.state, arrays.observation_sizes, b)
 
 
 @jit
@@ -233,14 +219,12 @@ def reward_speaker_listener(world: World, arrays: MPEStepArrays) -> None:
 @jit
 def observe_speaker_listener(world: World, arrays: MPEStepArrays, which_B: np.ndarray) -> None:
     """Writes the colour of the goal for the speaker; own velocity, landmarks and the message for the listener."""
-    pos = world.pos
-    obs = arrays.obs
     words = world.word.shape[1]
     for b in range(len(which_B)):
         if which_B[b]:
-            at = write_vector(obs, b, 1, 0, world.vel, 1)
-            at = write_relative_positions(obs, b, 1, at, pos, 2, pos.shape[1])
+            at = write_vector(arrays.obs, b, 1, 0, world.vel, 1)
+            at = write_relative_positions(arrays.obs, b, 1, at, world.pos, 2, world.pos.shape[1])
             for k in range(words):
-                obs[b, 0, k] = 0.65 if k == world.goal[b] else 0.15
-                obs[b, 1, at + k] = world.word[b, k]
-            write_state(obs, arrays.state, arrays.observation_sizes, b)
+                arrays.obs[b, 0, k] = 0.65 if k == world.goal[b] else 0.15
+                arrays.obs[b, 1, at + k] = world.word[b, k]
+            write_state(arrays.obs, arrays.state, arrays.observation_sizes, b)

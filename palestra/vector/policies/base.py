@@ -23,11 +23,9 @@ class VectorPolicy(Protocol):
 
     def reset_rng(self, seed: int) -> None:
         """Seeds all random numbers until the next call."""
-        ...
 
     def initial_state(self, num_envs: int) -> Any:
         """Returns the recurrent state before the first step of `num_envs` games; None for a player without one."""
-        ...
 
     def act(
         self, vector_step: VectorStep, recurrent_state: Any, is_first: np.ndarray
@@ -35,7 +33,6 @@ class VectorPolicy(Protocol):
         """Returns actions [B, S, ...] (int32 or float32) for its S seats, their log-probabilities [B, S] float32 (None
         if unknown), and the new recurrent state. `is_first` [B] bool marks games at their first step: their recurrent
         state belongs to an earlier game and must be reset."""
-        ...
 
 
 class UniformVectorPolicy:

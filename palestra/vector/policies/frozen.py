@@ -106,7 +106,6 @@ class MemberGroup(Protocol):
     def recurrent_units(self) -> int: ...
     def act(self, rows: ActBatch) -> tuple[np.ndarray, Tensor | None]:
         """Returns actions [R, ...] (int or float32) and the new recurrent states [R, H] (None without)."""
-        ...
 
 
 def build_group(env: VectorEnv, members: Sequence[FrozenMember]) -> MemberGroup:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from palestra.core.types import RolloutBatch
-from palestra.envs.vector_base import Continuous, VectorEnv, VectorStep
+from palestra.envs.vector_base import VectorEnv, VectorStep
 from palestra.vector.nets.heads import make_head
 from palestra.vector.policies.frozen import ActBatch, FrozenMember, build_group
 
@@ -24,7 +24,6 @@ class OpponentSampler(Protocol):
     def sample_members(self, rng: np.random.Generator, num_envs: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns a tag [games] int64, which identifies the draw to the caller, and the index of a member for every
         seat, int64 [games, S]."""
-        ...
 
 
 class IndependentSampler:
@@ -122,7 +121,7 @@ class Mixture:
         spaces = [env.action_spaces[seat] for seat in self.seats]
         width = max(make_head(space).width for space in spaces)
         self._shape = (width,) * bool(width)
-        self._dtype = np.float32 if isinstance(spaces[0], Continuous) else np.int32
+        self._dtype = spaces[0].dtype
         alike: dict[object, list[int]] = {}
         for number, member in enumerate(members_by_name.values()):
             alike.setdefault(member.group_key, []).append(number)

@@ -24,7 +24,7 @@ from pydantic import BeforeValidator, Field
 
 from palestra.core.files import replacing_file
 from palestra.core.types import RolloutBatch
-from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv
+from palestra.envs.vector_base import Discrete, VectorEnv
 from palestra.vector.policies.base import VectorPolicy
 from palestra.vector.rollouts.rollout import VectorRollout
 
@@ -275,7 +275,7 @@ def _to_batch(rows: _Rows, final: np.ndarray, step: np.ndarray) -> RolloutBatch:
 def _actions(rows: _Rows) -> np.ndarray:
     """Returns the actions [R, N, ...], int32 or float32. Raises ValueError for one that the env does not have."""
     env = rows.env
-    sizes = [_action_size(space) for space in rows.env.action_spaces]
+    sizes = [space.width for space in rows.env.action_spaces]
     scalar = not pa.types.is_list(rows.table.schema.field("action").type)
     if scalar != (not any(sizes)):
         have, want = ("one number" if one else "several" for one in (scalar, not any(sizes)))
@@ -283,7 +283,7 @@ def _actions(rows: _Rows) -> np.ndarray:
             f"the episodes in {rows.path} are of another env: an action is {have}, and in env "
             f'"{env.name}" {want}; {FIX}'
         )
-    dtype = np.float32 if isinstance(env.action_spaces[0], Continuous) else np.int32
+    dtype = env.action_spaces[0].dtype
     actions = rows.scalars("action", dtype) if scalar else rows.lists("action", (max(sizes),))
     acts = rows.scalars("acts", bool)
     for seat, space in enumerate(env.action_spaces):
@@ -294,13 +294,6 @@ def _actions(rows: _Rows) -> np.ndarray:
                 f'has {space.n} in "{env.name}"; {FIX}'
             )
     return actions.astype(dtype, copy=False)
-
-
-def _action_size(space: Space) -> int:
-    """Returns the length of an action, 0 for a plain index."""
-    if isinstance(space, Continuous):
-        return len(space.low)
-    return len(space.sizes) if isinstance(space, MultiDiscrete) else 0
 
 
 def _join(batches: list[RolloutBatch]) -> RolloutBatch:

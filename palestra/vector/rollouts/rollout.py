@@ -12,7 +12,7 @@ import numpy as np
 from palestra.core.failures import RunFailed, describe_error
 from palestra.core.seeding import derive_seed
 from palestra.core.types import RolloutBatch
-from palestra.envs.vector_base import Arrays, Continuous, MultiDiscrete, VectorEnv, VectorStep
+from palestra.envs.vector_base import Arrays, VectorEnv, VectorStep, zero_actions
 from palestra.vector.policies.base import VectorPolicy
 
 MakeZeros = Callable[[tuple[int, ...], Any], np.ndarray]  # of a shape and a dtype
@@ -306,15 +306,6 @@ def empty_batch(env: VectorEnv, vector_step: VectorStep, steps: int, zeros: Make
     """Returns a batch of zeros, made by `zeros`, for a rollout of `steps`, with actions in int32 or float32."""
     B = env.num_envs
     N = len(env.seats)
-    first = env.action_spaces[0]
-    if isinstance(first, Continuous):
-        width = max(len(s.low) for s in env.action_spaces if isinstance(s, Continuous))
-        actions = zeros((steps, B, N, width), np.float32)
-    elif isinstance(first, MultiDiscrete):
-        width = max(len(s.sizes) for s in env.action_spaces if isinstance(s, MultiDiscrete))
-        actions = zeros((steps, B, N, width), np.int32)
-    else:
-        actions = zeros((steps, B, N), np.int32)
 
     def moments(array: np.ndarray | None) -> np.ndarray | None:
         return None if array is None else zeros((steps + 1, *array.shape), array.dtype)
@@ -322,7 +313,7 @@ def empty_batch(env: VectorEnv, vector_step: VectorStep, steps: int, zeros: Make
     return RolloutBatch(
         obs=zeros((steps + 1, *vector_step.obs.shape), vector_step.obs.dtype),
         agent_mask=zeros((steps + 1, B, N), bool),
-        actions=actions,
+        actions=zero_actions(env.action_spaces, (steps, B), zeros),
         logp=zeros((steps, B, N), np.float32),
         rewards=zeros((steps, B, N), np.float32),
         terminated=np.zeros((steps, B), bool),

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pettingzoo
 
-from palestra.envs.adapters.gymnasium import gymnasium_space, observation_box, with_action_mask, zero_action
+from palestra.envs.adapters.gymnasium import gymnasium_space, observation_box, with_action_mask
 from palestra.envs.vector_base import Discrete, VectorEnv, VectorStep
 
 MakeVectorEnv = Callable[[int], VectorEnv]
@@ -49,18 +49,17 @@ class _ToPettingZoo:
     def _observation_space(self, n: int) -> Any:
         observation = observation_box(self.inner.observation_shapes[n], self.vector_step.obs.dtype == np.uint8)
         space = self.inner.action_spaces[n]
-        return (
-            with_action_mask(observation, space.n)
-            if self.vector_step.action_mask is not None and isinstance(space, Discrete)
-            else observation
-        )
+        if self.vector_step.action_mask is None or not isinstance(space, Discrete):
+            return observation
+        return with_action_mask(observation, space.n)
 
     def begin_episode(self, seed: int | None) -> None:
         """Starts the episode of `seed`; for None, the next seed derived from the last one given."""
-        if seed is not None:
+        if seed is None:
+            seed = int(self._seeds.integers(2**31))
+        else:
             self._seeds = np.random.default_rng(seed)
-        number = seed if seed is not None else int(self._seeds.integers(2**31))
-        self.vector_step = self.inner.reset(np.array([number]))
+        self.vector_step = self.inner.reset(np.array([seed]))
         self._over = False
         self.agents = list(self.possible_agents)
 
@@ -75,12 +74,15 @@ class _ToPettingZoo:
         return self.vector_step
 
     def _action_or_zero(self, n: int, action: Any) -> np.ndarray:
-        return zero_action(self.action_spaces[self.possible_agents[n]]) if action is None else np.asarray(action)
+        if action is not None:
+            return np.asarray(action)
+        space = self.action_spaces[self.possible_agents[n]]
+        return np.zeros(space.shape or (), space.dtype or np.int32)
 
     def observe(self, agent: str) -> Any:
         n = self.possible_agents.index(agent)
-        obs = (self.vector_step.final_obs if self._over else self.vector_step.obs)[0, n]
-        observation = obs[: self.inner.observation_shapes[n][0]].copy() if obs.ndim == 1 else obs.copy()
+        obs = self.vector_step.final_obs if self._over else self.vector_step.obs
+        observation = obs[0, n, : self.inner.observation_shapes[n][0]].copy()
         space = self.inner.action_spaces[n]
         if self.vector_step.action_mask is None or not isinstance(space, Discrete):
             return observation
@@ -93,9 +95,10 @@ class _ToPettingZoo:
         """Returns the agents that the step terminated and those that it truncated: none before the game is over for
         all."""
         vector_step = self.vector_step
-        marked = self.vector_step.seat_terminated
-        dead = np.zeros(len(self.possible_agents), bool) if marked is None or not self._over else marked[0]
-        terminated = (dead | vector_step.terminated[0]).tolist()
+        dead = np.full(len(self.possible_agents), vector_step.terminated[0])
+        if self._over and vector_step.seat_terminated is not None:
+            dead |= vector_step.seat_terminated[0]
+        terminated = dead.tolist()
         cut = [bool(vector_step.truncated[0]) and not ended for ended in terminated]
         agents = self.possible_agents
         return dict(zip(agents, terminated, strict=True)), dict(zip(agents, cut, strict=True))
@@ -103,9 +106,10 @@ class _ToPettingZoo:
     def end_info(self, n: int) -> dict[str, Any]:
         if not self._over or self.vector_step.success is None:
             return {}
-        success = self.vector_step.success[0]
-        own = success if success.ndim == 0 else success[n]
-        return {} if np.isnan(own) else {"is_success": bool(own)}
+        own = np.broadcast_to(self.vector_step.success[0], len(self.possible_agents))[n]
+        if np.isnan(own):
+            return {}
+        return {"is_success": bool(own)}
 
     def state(self) -> np.ndarray:
         state = self.vector_step.final_state if self._over else self.vector_step.state
@@ -131,7 +135,8 @@ class _ToParallel(_ToPettingZoo, pettingzoo.ParallelEnv):
     def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
         vector_step = self.play_step(actions)
         agents = self.agents
-        self.agents = [] if self._over else agents
+        if self._over:
+            self.agents = []
         terminated, truncated = self.episode_ends()
         return (
             {agent: self.observe(agent) for agent in agents},

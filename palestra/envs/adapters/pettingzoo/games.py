@@ -79,18 +79,17 @@ class _PettingZooGame:
             )
         self.terminated_agents: set[Any] = set()  # in the current episode
         self.truncated_agents: set[Any] = set()
-        self.has_plain_obs = (
-            not any(self.has_dict_obs) and not self.spec.has_action_mask
-        )  # the env's observations need no unpacking
+        # the env's observations need no unpacking
+        self.has_plain_obs = not any(self.has_dict_obs) and not self.spec.has_action_mask
 
     def check_agents(self, named: Collection[Any], what: str) -> None:
         """Raises ValueError if the env names an agent that is not one of its `possible_agents`."""
-        if not self.seat_numbers.keys() >= (named.keys() if isinstance(named, dict) else set(named)):
-            unknown = next(agent for agent in named if agent not in self.seat_numbers)
-            raise ValueError(
-                f"{self.env} {what} {unknown!r}, which is none of its possible_agents "
-                f"({', '.join(map(str, self.agents))}): correct the one or the other"
-            )
+        for agent in named:
+            if agent not in self.seat_numbers:
+                raise ValueError(
+                    f"{self.env} {what} {agent!r}, which is none of its possible_agents "
+                    f"({', '.join(map(str, self.agents))}): correct the one or the other"
+                )
 
     def flags(self, flags: dict[Any, Any], what: str) -> dict[Any, bool]:
         """Returns the flags of agents. Raises ValueError for agents that are unknown, and for what is no flag."""
@@ -116,19 +115,34 @@ class _PettingZooGame:
                 f'{self.env} shows agent "{self.agents[seat]}" None: show it an observation of its space; only an '
                 "agent that has terminated needs none"
             )
-        observation = self.obs_encoders[seat].encode(without_action_mask(seen) if self.has_dict_obs[seat] else seen)
+        mask = info.get("action_mask")
+        if self.has_dict_obs[seat]:
+            mask = seen["action_mask"]
+            seen = without_action_mask(seen)
+        observation = self.obs_encoders[seat].encode(seen)
         space = self.spec.action_spaces[seat]
         if not self.spec.has_action_mask or not isinstance(space, Discrete):
             if "action_mask" in info:
                 refuse_late_mask(str(self.env))
             return observation, None
-        mask = seen["action_mask"] if self.has_dict_obs[seat] else info.get("action_mask")
         if mask is None:
             return observation, np.ones(space.n, bool)
         return observation, to_action_mask(mask, space, self.spec.seats[seat])
 
     def state(self) -> np.ndarray | None:
-        return np.asarray(to_array(self.env.state(), "the global state"), np.float32) if self.spec.state_size else None
+        if not self.spec.state_size:
+            return None
+        return np.asarray(to_array(self.env.state(), "the global state"), np.float32)
+
+    def single_step(
+        self,
+        observations: list[np.ndarray | None],
+        agent_mask: list[bool],
+        action_mask: list[np.ndarray | None],
+    ) -> SingleStep:
+        return SingleStep(
+            observations, agent_mask, action_mask=action_mask, state=self.state(), success=self.seat_success
+        )
 
     def clear_ended(self) -> None:
         """Clears the agents that ended, and those that reported success, in the last game."""
@@ -166,8 +180,10 @@ class _PettingZooGame:
     def write_ends(self, step: SingleStep, over: bool, paid: Collection[Any] = ()) -> None:
         """Writes which agents have terminated and, if the game is `over`, whether it was terminated or truncated. As
         long as the game goes on, the agents `paid`, which may still get rewards, do not count as terminated."""
-        gone = self.terminated_agents if over else self.terminated_agents.difference(paid)
-        step.seat_terminated = [agent in gone for agent in self.agents] if self.terminated_agents else None
+        if self.terminated_agents:
+            going_on = () if over else paid
+            gone = self.terminated_agents.difference(going_on)
+            step.seat_terminated = [agent in gone for agent in self.agents]
         step.truncated = over and bool(self.truncated_agents)
         step.terminated = over and not self.truncated_agents
 
@@ -187,7 +203,9 @@ def _state_size(env: Any) -> int:
         state = env.state()
     except (AttributeError, NotImplementedError):
         return 0
-    return len(state) if np.ndim(state) == 1 else 0
+    if np.ndim(state) != 1:
+        return 0
+    return len(state)
 
 
 class ParallelGame(_PettingZooGame):
@@ -227,7 +245,7 @@ class ParallelGame(_PettingZooGame):
         self.check_ended_stay_away(live)
         self.record_ended(terminated, truncated)
         step = self._build_step(seen, infos, live)
-        step.rewards = [to_reward(rewards[agent], str(agent)) if agent in rewards else 0.0 for agent in self.agents]
+        step.rewards = [to_reward(rewards.get(agent, 0.0), str(agent)) for agent in self.agents]
         self.write_ends(step, over=not live)
         return step
 
@@ -247,14 +265,7 @@ class ParallelGame(_PettingZooGame):
                 observations[seat] = self.obs_encoders[seat].encode(seen[agent])
             else:
                 observations[seat], action_mask[seat] = self.encode_seat(seat, seen[agent], infos.get(agent, {}))
-        agent_mask = None if len(live) == len(self.agents) else [agent in live for agent in self.agents]
-        return SingleStep(
-            observations,
-            agent_mask,
-            action_mask=action_mask if self.spec.has_action_mask else None,
-            state=self.state(),
-            success=self.seat_success,
-        )
+        return self.single_step(observations, [agent in live for agent in self.agents], action_mask)
 
 
 class AECGame(_PettingZooGame):
@@ -327,9 +338,10 @@ class AECGame(_PettingZooGame):
             added = after.get(agent, 0.0) - before.get(agent, 0.0)
             if reward or added:
                 self.unchecked_payments -= 1
-                self.booked.add(
-                    "all" if abs(added - reward) <= 1e-6 * (1 + abs(reward)) else "other" if added else "none"
-                )
+                if abs(added - reward) <= 1e-6 * (1 + abs(reward)):
+                    self.booked.add("all")
+                else:
+                    self.booked.add("other" if added else "none")
             if len(self.booked) > 1 or "other" in self.booked:
                 raise ValueError(
                     f"{self.env} pays agent {agent} {reward:g} in `rewards` and adds {added:g} to what `last` reports: "
@@ -343,17 +355,9 @@ class AECGame(_PettingZooGame):
         action_mask: list[np.ndarray | None] = [None] * len(self.agents)
         for agent in observed:
             seat = self.seat_numbers[agent]
-            observations[seat], action_mask[seat] = self.encode_seat(
-                seat, self.env.observe(agent), infos.get(agent, {})
-            )
-        agent_mask = [agent == selected for agent in self.agents]
-        return SingleStep(
-            observations,
-            agent_mask,
-            action_mask=action_mask if self.spec.has_action_mask else None,
-            state=self.state(),
-            success=self.seat_success,
-        )
+            info = infos.get(agent, {})
+            observations[seat], action_mask[seat] = self.encode_seat(seat, self.env.observe(agent), info)
+        return self.single_step(observations, [agent == selected for agent in self.agents], action_mask)
 
 
 def load_game(
@@ -384,9 +388,10 @@ def game_of(
     env: Any, label: str, state: bool = False, reset_options: dict[str, Any] | None = None
 ) -> ParallelGame | AECGame:
     """Returns the game of a PettingZoo env. Raises ValueError if `env`, which `label` made, is none."""
+    if type(env) is aec_to_parallel_wrapper:
+        env = LeanParallelWrapper(env)
     if isinstance(env, pettingzoo.ParallelEnv):
-        lean = LeanParallelWrapper(env) if type(env) is aec_to_parallel_wrapper else env
-        return ParallelGame(lean, state, reset_options)
+        return ParallelGame(env, state, reset_options)
     if isinstance(env, pettingzoo.AECEnv):
         return AECGame(strip_check_wrappers(env), state, reset_options)
     raise ValueError(f'"{label}" makes {type(env).__name__}, neither a ParallelEnv nor an AECEnv of PettingZoo')

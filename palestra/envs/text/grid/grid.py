@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 from palestra.envs.support.answers import answer_words
 
@@ -39,7 +40,9 @@ def make_grid(size: int, walls: Iterable[int] = ()) -> Grid:
         row = cell // size + down
         column = cell % size + right
         target = row * size + column
-        return target if 0 <= row < size and 0 <= column < size and target not in blocked else -1
+        if 0 <= row < size and 0 <= column < size and target not in blocked:
+            return target
+        return -1
 
     def around(cell: int) -> tuple[int, int, int, int]:
         return beside(cell, -1, 0), beside(cell, 1, 0), beside(cell, 0, -1), beside(cell, 0, 1)
@@ -50,11 +53,6 @@ def make_grid(size: int, walls: Iterable[int] = ()) -> Grid:
 def manhattan(size: int, a: int, b: int) -> int:
     """Returns the Manhattan distance between cells `a` and `b`."""
     return abs(a // size - b // size) + abs(a % size - b % size)
-
-
-def reachable(board: Grid, start: int, blocked: Collection[int] = ()) -> set[int]:
-    """Returns the cells reachable from `start` (included) without entering `blocked`."""
-    return set(distances(board, start, blocked))
 
 
 def distances(board: Grid, start: int, blocked: Collection[int] = ()) -> dict[int, int]:
@@ -80,9 +78,11 @@ def walk(board: Grid, start: int, to: int, blocked: Collection[int] = ()) -> lis
     at = start
     while at != to:
         nearer = [d for d in range(4) if far.get(board.neighbors[at][d], far[at]) < far[at]]
-        straight = directions[-1:] if directions and directions[-1] in nearer else nearer
-        directions.append(straight[0])
-        at = board.neighbors[at][straight[0]]
+        if not directions or directions[-1] not in nearer:
+            directions.append(nearer[0])
+        else:
+            directions.append(directions[-1])
+        at = board.neighbors[at][directions[-1]]
     return directions
 
 
@@ -116,7 +116,9 @@ def parse_moves(answer: object, max_moves: int) -> tuple[int, ...] | None:
     if not 0 < len(words) <= max_moves:
         return None
     moves = [_INDEX.get(word, -1) for word in words]
-    return None if -1 in moves else tuple(moves)
+    if -1 in moves:
+        return None
+    return tuple(moves)
 
 
 def parse_cells(answer: object, size: int, max_cells: int) -> tuple[int, ...] | None:
@@ -126,7 +128,9 @@ def parse_cells(answer: object, size: int, max_cells: int) -> tuple[int, ...] | 
         return None
     rows = [_number(word, "r", size) for word in words[::2]]
     columns = [_number(word, "c", size) for word in words[1::2]]
-    return None if -1 in rows + columns else tuple(r * size + c for r, c in zip(rows, columns, strict=True))
+    if -1 in rows + columns:
+        return None
+    return tuple(r * size + c for r, c in zip(rows, columns, strict=True))
 
 
 def parse_pushes(answer: object, boxes: int, max_pushes: int) -> tuple[tuple[int, int], ...] | None:
@@ -134,17 +138,19 @@ def parse_pushes(answer: object, boxes: int, max_pushes: int) -> tuple[tuple[int
     several), None if it holds anything else."""
     words = answer_words(answer)
     if boxes == 1:
-        single = parse_moves(" ".join(words), max_pushes)
-        return single if single is None else tuple((0, move) for move in single)
+        words = list(chain.from_iterable(("1", word) for word in words))
     if not 0 < len(words) <= 2 * max_pushes or len(words) % 2:
         return None
     numbers = [_number(f"b{word}", "b", boxes + 1) for word in words[::2]]
     moves = [_INDEX.get(word, -1) for word in words[1::2]]
-    return None if min(numbers) < 1 or -1 in moves else tuple((n - 1, m) for n, m in zip(numbers, moves, strict=True))
+    if min(numbers) < 1 or -1 in moves:
+        return None
+    return tuple((n - 1, m) for n, m in zip(numbers, moves, strict=True))
 
 
 def _number(word: str, letter: str, below: int) -> int:
     digits = word[1:]
-    if word[:1] != letter or not (digits.isascii() and digits.isdecimal()) or len(digits) > 2:
-        return -1
-    return int(digits) if int(digits) < below else -1
+    is_number = digits.isascii() and digits.isdecimal() and len(digits) <= 2
+    if word[:1] == letter and is_number and int(digits) < below:
+        return int(digits)
+    return -1

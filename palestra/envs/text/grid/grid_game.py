@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 from palestra.core.types import Seat, Step
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import FORM_TERM, Terms, terms_info, total_rewards
+from palestra.envs.support.answers import mark_answer
 from palestra.envs.support.few_shot import acting_seat
 from palestra.envs.support.options import BoardRendering, RewardMode, check_range
 from palestra.envs.text.grid.grid import DIRECTIONS, parse_moves
@@ -144,11 +145,12 @@ class GridGame(Env):
     def expert(self, seat: Seat, rng: random.Random) -> str:
         """Returns an answer from a solution: a planner's is its next parts, an executor carries out its plan, and any
         mover that has no feasible plan walks on to the solution. A lost puzzle is played at random."""
-        answer = self._expert_answer(seat, rng)
-        return answer if self.rendering == "compact" else f"#### {answer}"
+        return mark_answer(self._expert_answer(seat, rng), is_compact=self.rendering == "compact")
 
     def _expert_answer(self, seat: Seat, rng: random.Random) -> str:
-        moves = self.moves_of(self.state, self.plan) if seat == "executor" and self.plan else []
+        moves: list[int] = []
+        if seat == "executor" and self.plan:
+            moves = self.moves_of(self.state, self.plan)
         if not moves:  # a solution is searched for only then
             solution = self.solution(self.state)
             if seat == "planner" and solution:
@@ -159,8 +161,10 @@ class GridGame(Env):
     # ---- one answer
 
     def _plan_terms(self) -> Terms:
+        if self.plan is None and self.reward == "outcome":
+            return {}
         if self.plan is None:
-            return {} if self.reward == "outcome" else {FORM_TERM: -UNREADABLE_PENALTY, "progress": 0.0}
+            return {FORM_TERM: -UNREADABLE_PENALTY, "progress": 0.0}
         after = self.simulate_plan(self.plan)
         if self.reward == "outcome":
             return {"solved": SOLVED_REWARD * self.is_solved(after)}
@@ -172,21 +176,26 @@ class GridGame(Env):
         moves = parse_moves(answer, self.moves)
         states, illegal = self._walk(moves or ())
         self._turn += 1
-        self._acting = 0 if len(self.seats) == 1 or seat == "executor" else 1 - self._acting
+        self._acting = (self._acting + 1) % len(self.seats)
         refused = self._why_refused(moves, illegal)
         if self.reward == "outcome":
             return self._step({seat: {}}, SOLVED_REWARD * self.is_solved(self.state), refused)
-        terms = {FORM_TERM: 0.0 - ILLEGAL_PENALTY * illegal / len(moves) if moves else -UNREADABLE_PENALTY}
+        terms = {FORM_TERM: -UNREADABLE_PENALTY}
+        if moves:
+            terms[FORM_TERM] = 0.0 - ILLEGAL_PENALTY * illegal / len(moves)
         if seat == "executor":
-            kept = self.plan_progress(self.plan, [before, *states]) if self.plan else 0.0
-            terms["plan"] = PLAN_REWARD * kept
+            terms["plan"] = 0.0
+            if self.plan:
+                terms["plan"] = PLAN_REWARD * self.plan_progress(self.plan, [before, *states])
         return self._step({seat: terms}, self._gain(before, self.state), refused)
 
     def _why_refused(self, moves: tuple[int, ...] | None, illegal: int) -> str:
         """Returns why an answer with these moves is invalid; "" if it is valid."""
         if moves is None:
             return f"it could not be read: an answer is 1 to {self.moves} of up, down, left and right"
-        return f"moves that are not possible, and were skipped: {illegal} of {len(moves)}" if illegal else ""
+        if illegal:
+            return f"moves that are not possible, and were skipped: {illegal} of {len(moves)}"
+        return ""
 
     def _walk(self, moves: tuple[int, ...]) -> tuple[list[Any], int]:
         """Makes the moves until the puzzle is solved; returns the states passed and the number of illegal moves, which
@@ -194,8 +203,7 @@ class GridGame(Env):
         states = []
         illegal = 0
         for direction in moves:
-            after = self.move(self.state, direction)
-            if after is None:
+            if (after := self.move(self.state, direction)) is None:
                 illegal += 1
                 continue
             self.state = after
@@ -227,17 +235,24 @@ class GridGame(Env):
 
     def _observation(self, seat: Seat) -> str:
         if self.rendering == "compact":
-            plan = self.write_plan(self.plan) if self.plan else "none"
-            return f"{self.compact_observation()} plan {plan}" if seat == "executor" else self.compact_observation()
-        message = f"\nYour planner message:\n{self._message}" if seat == "executor" else ""
+            if seat != "executor":
+                return self.compact_observation()
+            return f"{self.compact_observation()} plan {self.write_plan(self.plan or ()) or 'none'}"
+        message = ""
+        if seat == "executor":
+            message = f"\nYour planner message:\n{self._message}"
         return f"{self.ascii_observation()}\nTurn {self._turn + 1} of {self.turns}.{message}"
 
     def _role(self, seat: Seat) -> str:
-        return f"{self.compact_name} {seat}" if self.rendering == "compact" else self.rules_for(seat)
+        if self.rendering == "compact":
+            return f"{self.compact_name} {seat}"
+        return self.rules_for(seat)
 
     def rules_for(self, seat: Seat) -> str:
-        words = "\nThe board is told in words: r2 c3 is the cell in row 2 and column 3."
-        return f"{self.rules_text}{words if self.rendering == 'compact' else ''}\n{self._task(seat)}"
+        words = ""
+        if self.rendering == "compact":
+            words = "\nThe board is told in words: r2 c3 is the cell in row 2 and column 3."
+        return f"{self.rules_text}{words}\n{self._task(seat)}"
 
     def _task(self, seat: Seat) -> str:
         turns = f"The team has {self.turns} turns."

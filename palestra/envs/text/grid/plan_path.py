@@ -25,7 +25,6 @@ from palestra.envs.text.grid.grid import (
     make_grid,
     manhattan,
     parse_cells,
-    reachable,
     walk,
 )
 from palestra.envs.text.grid.grid_game import GridGame, GridTeam
@@ -61,7 +60,7 @@ class PathLayout:
         return distances(self.grid, self.goal)
 
     def is_solvable(self) -> bool:
-        return self.goal in reachable(self.grid, self.start)
+        return self.goal in distances(self.grid, self.start)
 
 
 def make_path_layout(size: int, walls: tuple[int, ...], start: int, goal: int) -> PathLayout:
@@ -149,6 +148,8 @@ class PlanPath(GridGame):
 
     def plan_progress(self, plan: tuple[int, ...], states: Sequence[int]) -> float:
         stops = self._stops(states[0], plan)
+        if not stops:
+            return 0.0
         done = 0
         begun = states[0]
         for state in states[1:]:
@@ -156,7 +157,7 @@ class PlanPath(GridGame):
                 done = done + 1
                 begun = state
         if done == len(stops):
-            return 1.0 if stops else 0.0
+            return 1.0
         far, near = (manhattan(self.size, state, stops[done]) for state in (begun, states[-1]))
         return (done + max(0, far - near) / (far + 1)) / len(stops)
 
@@ -205,7 +206,9 @@ def walk_straight(board: Grid, start: int, to: int, goal: int) -> int:
     (row, column), (to_row, to_column) = divmod(start, board.size), divmod(to, board.size)
     if row != to_row and column != to_column:
         return start
-    direction = (0 if to_row < row else 1) if column == to_column else (2 if to_column < column else 3)
+    direction = int(to_row > row)
+    if column != to_column:
+        direction = 2 + int(to_column > column)
     at = start
     while at not in (to, goal) and board.neighbors[at][direction] >= 0:
         at = board.neighbors[at][direction]

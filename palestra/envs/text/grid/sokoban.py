@@ -62,20 +62,18 @@ class SokobanLayout:
 
     def is_solvable(self) -> bool:
         """True if a greedy search over at most 2,000 states solves it; the few harder layouts are not drawn."""
-        begun = self.goals.issuperset(self.start[1])
-        return (
-            not begun
-            and rules.solve(self.grid, self.start, self.goals, heuristic_weight=5, max_states=2000) is not None
-        )
+        if self.goals.issuperset(self.start[1]):
+            return False
+        return rules.solve(self.grid, self.start, self.goals, heuristic_weight=5, max_states=2000) is not None
 
 
 def make_sokoban_layout(
     size: int, walls: tuple[int, ...], goals: tuple[int, ...], boxes: tuple[int, ...], player: int
 ) -> SokobanLayout:
     """Builds an instance from cells; boxes are numbered in the given order."""
-    rest = f"goal {format_cells(size, sorted(goals))}" + (
-        f" walls {format_cells(size, sorted(walls))}" if walls else ""
-    )
+    rest = f"goal {format_cells(size, sorted(goals))}"
+    if walls:
+        rest += f" walls {format_cells(size, sorted(walls))}"
     return SokobanLayout(make_grid(size, walls), frozenset(goals), (player, boxes), rest)
 
 
@@ -131,11 +129,10 @@ class Sokoban(GridGame):
         self.shaping = shaping
         self.split = split
         self.plan_parts = max_pushes
-        self.plan_format = f"A plan is 1 to {max_pushes} pushes, " + (
-            "each a direction, for example: #### left left up"
-            if boxes == 1
-            else "each the number of a box and a direction, for example: #### 1 left 2 up"
-        )
+        push = "a direction, for example: #### left left up"
+        if boxes > 1:
+            push = "the number of a box and a direction, for example: #### 1 left 2 up"
+        self.plan_format = f"A plan is 1 to {max_pushes} pushes, each {push}"
         super().__init__(team, max_turns, max_moves, reward, rendering)
 
     def make_layout(self, seed: int) -> SokobanLayout:
@@ -145,8 +142,9 @@ class Sokoban(GridGame):
         return parse_pushes(answer, self.boxes, self.plan_parts)
 
     def write_plan(self, plan: tuple[tuple[int, int], ...]) -> str:
-        numbered = self.boxes > 1
-        return " ".join([f"{box + 1} {DIRECTIONS[d]}" if numbered else DIRECTIONS[d] for box, d in plan])
+        if self.boxes == 1:
+            return " ".join([DIRECTIONS[d] for _, d in plan])
+        return " ".join([f"{box + 1} {DIRECTIONS[d]}" for box, d in plan])
 
     def simulate_plan(self, plan: tuple[tuple[int, int], ...]) -> SokobanState:
         return [self.state, *self._milestones(self.state, plan)][-1]
@@ -154,18 +152,20 @@ class Sokoban(GridGame):
     def plan_progress(self, plan: tuple[tuple[int, int], ...], states: Sequence[SokobanState]) -> float:
         board = self.instance.grid
         wanted = self._milestones(states[0], plan)
+        if not wanted:
+            return 0.0
         done = 0
         begun = states[0]
         last = states[0]
         for state in states[1:]:
             if state[1] != last[1]:  # a box moved: any unplanned push ends the plan
                 if done == len(wanted) or state[1] != wanted[done][1]:
-                    return done / len(wanted) if wanted else 0.0
+                    return done / len(wanted)
                 done = done + 1
                 begun = state
             last = state
         if done == len(wanted):
-            return 1.0 if wanted else 0.0
+            return 1.0
         far, near = (rules.steps_to_push(board, state, *plan[done]) for state in (begun, last))
         return (done + max(0, far - near) / (far + 1)) / len(wanted)
 
@@ -198,8 +198,7 @@ class Sokoban(GridGame):
     def moves_of(self, state: SokobanState, plan: tuple[tuple[int, int], ...]) -> list[int]:
         moves: list[int] = []
         for box, direction in plan:
-            after = rules.push(self.instance.grid, state, box, direction)
-            if after is None:
+            if (after := rules.push(self.instance.grid, state, box, direction)) is None:
                 break
             stand = self.instance.grid.neighbors[state[1][box]][OPPOSITE[direction]]
             moves += [*(walk(self.instance.grid, state[0], stand, state[1]) or ()), direction]

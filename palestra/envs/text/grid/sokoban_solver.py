@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import count, permutations
 
-from palestra.envs.text.grid.grid import OPPOSITE, Grid, distances, manhattan, reachable
+from palestra.envs.text.grid.grid import OPPOSITE, Grid, distances, manhattan
 
 SokobanState = tuple[int, tuple[int, ...]]  # the player's cell, and the boxes' cells by box number
 
@@ -30,7 +30,7 @@ def push(board: Grid, state: SokobanState, box: int, direction: int) -> SokobanS
     """Returns the state after walking behind box number `box` and pushing it once; None if either is impossible."""
     player, boxes = state
     stand = board.neighbors[boxes[box]][OPPOSITE[direction]]
-    if stand < 0 or stand in boxes or stand not in reachable(board, player, boxes):
+    if stand < 0 or stand in boxes or stand not in distances(board, player, boxes):
         return None
     return move(board, (stand, boxes), direction)
 
@@ -127,12 +127,12 @@ def live_cells(board: Grid, goals: Iterable[int]) -> set[int]:
 
 def _key(board: Grid, state: SokobanState) -> tuple[int, tuple[int, ...]]:
     """Returns the search key, equal for states that differ only in box numbers or the player's cell within a region."""
-    return min(reachable(board, state[0], state[1])), tuple(sorted(state[1]))
+    return min(distances(board, state[0], state[1])), tuple(sorted(state[1]))
 
 
 def _pushes_from(board: Grid, state: SokobanState, alive: set[int]) -> list[tuple[SokobanState, tuple[int, int]]]:
     player, boxes = state
-    region = reachable(board, player, boxes)
+    region = distances(board, player, boxes)
     found = []
     for number, box in enumerate(boxes):
         for direction in range(4):

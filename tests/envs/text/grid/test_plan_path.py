@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from palestra.envs import check_env, make_env
 from palestra.envs.text.grid import plan_path
-from palestra.envs.text.grid.grid import reachable
+from palestra.envs.text.grid.grid import distances
 from palestra.envs.text.grid.plan_path import PlanPath, make_path_layout
 
 
@@ -145,7 +145,7 @@ def test_full_rendering_of_board_and_instructions(monkeypatch):
 def test_every_instance_is_solvable_and_named_by_its_seed(seed, size, split):
     layout = PlanPath(size=size, split=split).make_layout(seed)
     assert layout.start != layout.goal
-    assert layout.goal in reachable(layout.grid, layout.start)
+    assert layout.goal in distances(layout.grid, layout.start)
     plan_path._instance.cache_clear()
     assert PlanPath(size=size, split=split).make_layout(seed).cell_groups == layout.cell_groups
 
