@@ -134,8 +134,11 @@ def fsync_path(path: Path) -> None:
 
 def path_inside(root: str | Path, relative: str) -> Path:
     """Returns `root / relative`, for a `relative` that was read from data. Every such path must be checked here before
-    use. Raises DamagedFile unless it consists of names joined by "/" that stay inside `root`: not for an absolute path,
-    "..", an empty or too long name, a NUL, or a symbolic link that leads out."""
+    use.
+
+    Raises DamagedFile unless it consists of names joined by "/" that stay inside `root`: not for an absolute path,
+    "..", an empty or too long name, a NUL, or a symbolic link that leads out.
+    """
     path = Path(root, str(relative))
     is_plain = isinstance(relative, str) and all(map(_is_plain_name, relative.split("/")))
     if not is_plain or not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
@@ -285,8 +288,11 @@ def to_checksummed_line(values: Mapping[str, Any]) -> bytes:
 
 def read_checksummed(path: Path) -> list[dict[str, Any]]:
     """Returns the lines of a .jsonl file that `to_checksummed_line` made, without the checksums. An incomplete last
-    line is ignored. Raises OSError if there is no such file, and DamagedFile with the line number if a line differs
-    from what was written."""
+    line is ignored.
+
+    Raises OSError if there is no such file, and DamagedFile with the line number if a line differs from what was
+    written.
+    """
     lines = read_bytes(path).split(b"\n")[:-1]
     return [parse_checksummed(path, number, line) for number, line in enumerate(lines, start=1)]
 
@@ -307,8 +313,10 @@ def _seal(line: bytes) -> str:
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """Returns the lines of a .jsonl file; [] if it does not exist. An incomplete last line is ignored. Raises
-    DamagedFile with the line number if a line is not a JSON object."""
+    """Returns the lines of a .jsonl file; [] if it does not exist. An incomplete last line is ignored.
+
+    Raises DamagedFile with the line number if a line is not a JSON object.
+    """
     path = Path(path)
     lines = read_bytes(path).split(b"\n")[:-1] if path.exists() else []
     try:
@@ -348,8 +356,10 @@ def read_json(path: Path, kind: type[T], missing: T | None = None) -> T:
 
 
 def parse_line(path: Path | str, number: int, line: bytes, hint: str) -> dict[str, Any]:
-    """Returns the JSON object of line `number` of a .jsonl file. Raises ValueError, with `hint` as the likely cause, if
-    the line is not a JSON object."""
+    """Returns the JSON object of line `number` of a .jsonl file.
+
+    Raises ValueError, with `hint` as the likely cause, if the line is not a JSON object.
+    """
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:

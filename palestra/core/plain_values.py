@@ -25,8 +25,10 @@ MAX_INTEGER_BITS = 14_000  # Python reads integers of up to 4300 digits
 def plain_value(value: Any, depth: int = 0) -> Any:
     """Returns `value` as it is stored: tuples, sets (sorted) and arrays become lists, dataclasses mappings; dates,
     decimals, fractions, paths, UUIDs and members of an Enum become text, and so do keys, of numbers as JSON writes
-    them, of tuples as Python does. Raises ValueError, "a bytes" or "a mapping with the key b'x'", for what cannot be
-    stored without loss."""
+    them, of tuples as Python does.
+
+    Raises ValueError, "a bytes" or "a mapping with the key b'x'", for what cannot be stored without loss.
+    """
     if value is None or isinstance(value, bool | float):
         return value
     if isinstance(value, str):

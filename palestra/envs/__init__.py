@@ -132,8 +132,10 @@ def check_env(make_env: Callable[..., Any], **options: Any) -> None:
 
 
 def make_env(type: str, **options: Any) -> Any:
-    """Returns a new env: `make_env("sokoban", size=4)`. Raises ValueError for an unknown name or option, with the
-    nearest spelling."""
+    """Returns a new env: `make_env("sokoban", size=4)`.
+
+    Raises ValueError for an unknown name or option, with the nearest spelling.
+    """
     cls = load_env_class(type)
     return new_env(cls, validate_env_options(cls, options))
 
@@ -154,7 +156,9 @@ def known_envs() -> dict[str, str]:
 
 def load_env_class(type: str) -> type[Env] | type[VectorEnv]:
     """Returns the class that `type` names: a built-in env, an entry point of group "palestra.envs", or "module:Class".
-    Raises ValueError if the name is unknown, cannot be imported, or is not a subclass of `Env` or `VectorEnv`."""
+
+    Raises ValueError if the name is unknown, cannot be imported, or is not a subclass of `Env` or `VectorEnv`.
+    """
     if not isinstance(type, str):
         raise ValueError(f"the type of an env is its name, as text, not {type!r:.40}: `palestra info` lists the envs")
     if type.startswith(LOCAL_PREFIX):
@@ -194,7 +198,9 @@ def _check_class(cls: EnvClass) -> EnvClass:
 
 def validate_env_options(cls: type[Env] | type[VectorEnv], options: dict[str, Any]) -> dict[str, Any]:
     """Returns `options` checked and coerced against the keyword arguments of `cls.__init__`; defaults are left out.
-    Raises ValueError that lists every unknown or ill-typed option, an unknown one with the nearest spelling."""
+
+    Raises ValueError that lists every unknown or ill-typed option, an unknown one with the nearest spelling.
+    """
     model = env_options(cls)
     try:
         valid = model(**options)

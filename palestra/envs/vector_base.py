@@ -254,13 +254,17 @@ class VectorEnv(ABC):
         return None
 
     def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:
-        """Restores what `save` returned; returns the `VectorStep` of that step. Raises ValueError if the env cannot be
-        saved, and GamesDiffer if its games cannot be restored."""
+        """Restores what `save` returned; returns the `VectorStep` of that step.
+
+        Raises ValueError if the env cannot be saved, and GamesDiffer if its games cannot be restored.
+        """
         raise ValueError(f"{self.name or type(self).__name__} cannot save its games, so none can be loaded")
 
     def scripted_actions(self, name: str, seat: int) -> np.ndarray:
         """Returns the actions int32 [B] of the scripted player `name` at seat number `seat` for the current step.
-        Raises ValueError if the env has no such scripted player."""
+
+        Raises ValueError if the env has no such scripted player.
+        """
         known = ", ".join(self.scripted_policies) or "none"
         raise ValueError(f'env "{self.name}" has no scripted player "{name}"; it has: {known}')
 

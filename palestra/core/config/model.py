@@ -100,8 +100,11 @@ def check_folder_name(name: str) -> str:
 
 
 def check_policy_names(names: Iterable[str], *reserved: str) -> None:
-    """Checks the names of policies. Raises ValueError if a name cannot be a folder, a log entry and a part of RUN:NAME
-    and NAME@VERSION, or is one of the reserved names `reserved`."""
+    """Checks the names of policies.
+
+    Raises ValueError if a name cannot be a folder, a log entry and a part of RUN:NAME and NAME@VERSION, or is one of
+    the reserved names `reserved`.
+    """
     for name in names:
         if len(name) > MAX_NAME_CHARS or not re.fullmatch(r"\w[\w.-]*", name, re.ASCII) or name in reserved:
             raise ValueError(
@@ -114,8 +117,10 @@ RunName = Annotated[str, AfterValidator(check_folder_name)]
 
 
 def validate(model: type[M], tree: Tree) -> M:
-    """Returns `tree` as an instance of `model`. Raises one ValueError that lists every error with its path and, for an
-    unknown key or type, the nearest spelling."""
+    """Returns `tree` as an instance of `model`.
+
+    Raises one ValueError that lists every error with its path and, for an unknown key or type, the nearest spelling.
+    """
     with _explain(model, tree):
         return model.model_validate(tree)
 

@@ -55,9 +55,11 @@ def _is_open_pipe(path: Path) -> bool:
 
 
 def parse(text: str, source: str = "config") -> Tree:
-    """Returns the tree of YAML text: mappings, lists, strings, numbers, booleans and nulls. Raises ValueError with
-    `source` and line if the text is not valid, or exceeds the limits `MAX_CONFIG_CHARS`, `MAX_DEPTH` and
-    `MAX_VALUES`."""
+    """Returns the tree of YAML text: mappings, lists, strings, numbers, booleans and nulls.
+
+    Raises ValueError with `source` and line if the text is not valid, or exceeds the limits `MAX_CONFIG_CHARS`,
+    `MAX_DEPTH` and `MAX_VALUES`.
+    """
     try:
         tree = _read(text)
     except yaml.YAMLError as error:

@@ -72,7 +72,9 @@ SCALING = ("type", "factor", "original_context_length", "yarn_beta_fast", "yarn_
 
 def complete_config(config: Any, reader: Any, file: str) -> None:
     """Sets in `config` what the file states and transformers does not read. `reader` is the `GGUFReader` of `file`.
-    Raises ValueError with the names of the fields that cannot be set and are not known to change nothing."""
+
+    Raises ValueError with the names of the fields that cannot be set and are not known to change nothing.
+    """
     architecture = reader.get_field("general.architecture").contents()
     fields = {
         key.removeprefix(f"{architecture}."): field.contents()

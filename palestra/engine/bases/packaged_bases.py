@@ -41,7 +41,9 @@ PACKAGED_BASES = {
 
 def find_gguf(base: str) -> Parts | None:
     """Returns the GGUF file of a base: of a packaged one, or at a path that ends in .gguf. None for any other base.
-    Raises ValueError if the file does not exist, or a package is not installed."""
+
+    Raises ValueError if the file does not exist, or a package is not installed.
+    """
     if base in PACKAGED_BASES:
         return _packaged_parts(base)
     if not base.lower().endswith(".gguf"):

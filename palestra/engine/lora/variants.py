@@ -89,8 +89,10 @@ def new_extras(
     config: LoraConfig, linears: Mapping[str, nn.Module], names: Iterable[str], model: PreTrainedModel | None, seed: int
 ) -> Extras:
     """Returns the weights beside the pairs on the linear layers `names`, with which the adapter equals its base: DoRA's
-    magnitudes are the lengths of the base's rows, modules are copies, and B of experts is zero. Raises ValueError if
-    `config` names a module or parameter that cannot be trained, or the base cannot have DoRA."""
+    magnitudes are the lengths of the base's rows, modules are copies, and B of experts is zero.
+
+    Raises ValueError if `config` names a module or parameter that cannot be trained, or the base cannot have DoRA.
+    """
     extras = Extras()
     if config.use_dora:
         for name in names:

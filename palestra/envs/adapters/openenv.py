@@ -201,9 +201,11 @@ class _Session:
         return cls(url, timeout, socket)
 
     async def ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """Sends a message and returns the reply's data: observation, reward, done, metadata. Raises ActionRejected if
-        the server rejects the action, RuntimeError on any other server error, TimeoutError if no reply arrives within
-        the timeout."""
+        """Sends a message and returns the reply's data: observation, reward, done, metadata.
+
+        Raises ActionRejected if the server rejects the action, RuntimeError on any other server error, TimeoutError if
+        no reply arrives within the timeout.
+        """
         closed = _websockets().exceptions.ConnectionClosed
         try:
             async with asyncio.timeout(self.timeout):

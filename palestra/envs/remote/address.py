@@ -74,7 +74,10 @@ class EnvServersConfig(StrictModel):
 
 def parse_env_servers(at: Any) -> EnvServersConfig:
     """Parses `at` of an env config: an address, a list of addresses, a file path or a mapping of `EnvServersConfig`
-    fields. Raises ValueError if it is invalid."""
+    fields.
+
+    Raises ValueError if it is invalid.
+    """
     try:
         return validate(EnvServersConfig, dict(at) if isinstance(at, Mapping) else {"servers": at})
     except ValueError as error:
@@ -95,7 +98,9 @@ def pop_metrics() -> dict[str, float]:
 
 def read_token(variable: str, file: str | Path | None) -> str | None:
     """Returns the token in `file`, or, if `file` is None, in the environment variable `variable` (None if unset).
-    Raises ValueError if the file is unreadable or empty."""
+
+    Raises ValueError if the file is unreadable or empty.
+    """
     if file is None:
         return os.environ.get(variable) or None
     try:

@@ -138,8 +138,10 @@ class RemoteEnv(Env):
     # ---- requests and replay
 
     async def _asked(self, request: pb.Request) -> pb.Reply:
-        """Sends a request of the open session and returns the reply. Raises ValueError before `reset`, SessionLost if
-        the session no longer exists, and what the env raised."""
+        """Sends a request of the open session and returns the reply.
+
+        Raises ValueError before `reset`, SessionLost if the session no longer exists, and what the env raised.
+        """
         if self._seed is None:
             raise ValueError("no game is open: call reset(seed) first")
         if self._connection is None:
@@ -160,8 +162,11 @@ class RemoteEnv(Env):
         return step
 
     async def _open_session(self, actions: list[pb.Pairs], why: str) -> pb.Step:
-        """Opens a session, plays `actions` in one request and returns the last step. Raises RuntimeError after
-        `MAX_LOST_SERVERS` lost servers in a row, and if a replayed step differs from the original."""
+        """Opens a session, plays `actions` in one request and returns the last step.
+
+        Raises RuntimeError after `MAX_LOST_SERVERS` lost servers in a row, and if a replayed step differs from the
+        original.
+        """
         request = pb.Request(open=pb.Open(kind=self.spec.kind, seed=self._seed, actions=actions))
         attempts = 0
         while attempts < MAX_LOST_SERVERS:
@@ -227,8 +232,10 @@ class RemoteEnvWithExpert(RemoteEnv):
     """A remote env that has an `expert` method."""
 
     async def expert(self, seat: Seat, rng: random.Random) -> Any:
-        """Returns the expert's action for `seat`. The state of `rng` advances as in a local call. Raises RuntimeError
-        after `MAX_LOST_SERVERS` lost servers."""
+        """Returns the expert's action for `seat`. The state of `rng` advances as in a local call.
+
+        Raises RuntimeError after `MAX_LOST_SERVERS` lost servers.
+        """
         request = pb.Request(expert=pb.Expert(seat=seat, random=encode_rng_state(rng)))
         for _ in range(MAX_LOST_SERVERS):
             try:
@@ -244,8 +251,11 @@ class RemoteEnvWithExpert(RemoteEnv):
 
 
 def describe_env(server_config: EnvServersConfig, type: str, options: Mapping[str, Any]) -> RemoteEnvSpec:
-    """Returns a server's description of the env `type` with `options`; cached per process. Raises ValueError if the
-    server refuses the type or an option, or if none answers within `server_config.server_timeout` seconds."""
+    """Returns a server's description of the env `type` with `options`; cached per process.
+
+    Raises ValueError if the server refuses the type or an option, or if none answers within
+    `server_config.server_timeout` seconds.
+    """
     kind = pb.Kind(type=type, options=encode_mapping(options))
     return _described(server_config, kind.SerializeToString(deterministic=True))
 

@@ -86,8 +86,10 @@ class EnvConnection:
 
     @classmethod
     async def connect(cls, address: str, server_config: EnvServersConfig) -> EnvConnection:
-        """Connects to a worker of the server at `address`. Raises SessionLost if it does not answer, AccessRefused if
-        it refuses the token or has another protocol version."""
+        """Connects to a worker of the server at `address`.
+
+        Raises SessionLost if it does not answer, AccessRefused if it refuses the token or has another protocol version.
+        """
         channel = open_channel(address, server_config)
         try:
             play = channel.stream_stream(f"/{SERVICE}/Play", pb.Requests.SerializeToString, pb.Replies.FromString)
@@ -123,8 +125,11 @@ class EnvConnection:
             self._loop.call_soon_threadsafe(self._wake.set)
 
     async def call(self, request: pb.Request, timeout_s: float) -> pb.Reply:
-        """Sends a request and returns its reply. Raises SessionLost if the connection breaks or no reply arrives within
-        `timeout_s` seconds, ValueError if the request is larger than `MAX_REQUEST_BYTES`."""
+        """Sends a request and returns its reply.
+
+        Raises SessionLost if the connection breaks or no reply arrives within `timeout_s` seconds, ValueError if the
+        request is larger than `MAX_REQUEST_BYTES`.
+        """
         if request.ByteSize() > MAX_REQUEST_BYTES:
             raise ValueError(f"a request of {request.ByteSize():,} bytes exceeds the limit of {MAX_REQUEST_BYTES:,}")
         loop = asyncio.get_running_loop()

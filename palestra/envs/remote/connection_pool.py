@@ -38,9 +38,11 @@ class ConnectionPool:
         self.refresh_task = asyncio.create_task(self._look())
 
     async def acquire(self) -> EnvConnection:
-        """Returns the least loaded connection that accepts new sessions, waiting for one if needed. Raises TimeoutError
-        if there is none within `server_config.server_timeout` seconds, ValueError if every server refuses this client
-        permanently."""
+        """Returns the least loaded connection that accepts new sessions, waiting for one if needed.
+
+        Raises TimeoutError if there is none within `server_config.server_timeout` seconds, ValueError if every server
+        refuses this client permanently.
+        """
         self.last_used = time.monotonic()
         if not self.is_starting and (connection := self._free()):
             return connection
@@ -153,8 +155,10 @@ _making = threading.Lock()
 
 
 def get_pool(server_config: EnvServersConfig) -> ConnectionPool:
-    """Returns the pool for `server_config`; there is one per process and config. Raises ValueError if the address file
-    is bad."""
+    """Returns the pool for `server_config`; there is one per process and config.
+
+    Raises ValueError if the address file is bad.
+    """
     with _making:
         if server_config not in _pools:
             _pools[server_config] = client_loop().run(_new(server_config))

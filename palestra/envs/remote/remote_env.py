@@ -43,8 +43,10 @@ def has_option(env: Mapping[str, Any], option: str) -> bool:
 
 
 def remote_env_spec(env: Mapping[str, Any]) -> Any:
-    """Returns the server's `RemoteEnvSpec` for the config `env`; calling it makes such envs. Raises ValueError if gRPC
-    is not installed, a server refuses the type or an option, or none answers."""
+    """Returns the server's `RemoteEnvSpec` for the config `env`; calling it makes such envs.
+
+    Raises ValueError if gRPC is not installed, a server refuses the type or an option, or none answers.
+    """
     try:
         from palestra.envs.remote.client import describe_env
     except ImportError as error:

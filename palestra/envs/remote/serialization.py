@@ -28,8 +28,10 @@ FIELD_DEFAULTS: dict[str, Any] = {"team_reward": 0.0, "legal_actions": None, "st
 
 
 def write_value(into: pb.Value, value: Any, depth: int = 0) -> None:
-    """Writes `value` into the empty message `into`. Raises ValueError if it is too large, too deep or of another
-    type."""
+    """Writes `value` into the empty message `into`.
+
+    Raises ValueError if it is too large, too deep or of another type.
+    """
     if write := WRITERS.get(type(value)):
         write(into, value, depth)
     elif isinstance(value, np.generic):

@@ -64,9 +64,11 @@ class EnvServerOptions:
 
 def serve(options: EnvServerOptions, print_line: PrintLine = print) -> None:
     """Serves until SIGTERM or SIGINT, then drains: opens no sessions, waits up to the grace period, kills workers that
-    have not ended, and returns. A second signal ends everything at once. Raises ValueError if an env is unknown, the
-    TLS files are missing, the port is taken, or a worker fails at start. Exits with code 1 if workers had to be
-    killed."""
+    have not ended, and returns. A second signal ends everything at once.
+
+    Raises ValueError if an env is unknown, the TLS files are missing, the port is taken, or a worker fails at start.
+    Exits with code 1 if workers had to be killed.
+    """
     EnvSessions(options.envs)
     options.listen_options()
     with _reserved(options) as port:
@@ -156,8 +158,10 @@ class WorkerSupervisor:
         self.num_killed = 0
 
     def run(self) -> None:
-        """Runs until a stop signal has been handled. Raises ValueError if a worker ends before it serves. Exits with
-        code 1 if workers had to be killed."""
+        """Runs until a stop signal has been handled.
+
+        Raises ValueError if a worker ends before it serves. Exits with code 1 if workers had to be killed.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._tell)
         self.workers = [EnvWorkerProcess.start(self.options) for _ in range(self.options.num_workers)]

@@ -158,7 +158,9 @@ class EnvSessions:
 
     def _twin(self, client: ClientSessions, request: pb.Request) -> EnvSession:
         """Returns an empty session for a fork, under the number chosen by the client; the client can use it at once.
-        Raises InvalidRequest if the number is in use, TooManySessions if no session may be opened."""
+
+        Raises InvalidRequest if the number is in use, TooManySessions if no session may be opened.
+        """
         if request.fork in client.sessions:
             raise InvalidRequest(f"session {request.fork} is open already")
         self._has_room(client)
@@ -247,7 +249,9 @@ class EnvSessions:
 
     async def _waited(self, result: Any) -> Any:
         """Awaits the result of a method. On a thread, a coroutine function returns a coroutine, which is awaited too.
-        Raises TimeoutError after `limits.call_timeout_s` seconds."""
+
+        Raises TimeoutError after `limits.call_timeout_s` seconds.
+        """
         limit = asyncio.timeout(self.limits.call_timeout_s)
         try:
             async with limit:
@@ -278,8 +282,10 @@ class EnvSessions:
     # ---- envs by name
 
     def _maker(self, kind: bytes) -> Callable[[], Env]:
-        """Returns a factory for the serialized pb.Kind `kind`. Raises InvalidRequest if its type is not served,
-        ValueError for bad options."""
+        """Returns a factory for the serialized pb.Kind `kind`.
+
+        Raises InvalidRequest if its type is not served, ValueError for bad options.
+        """
         asked = pb.Kind.FromString(kind)
         if asked.type not in self.env_classes:
             raise InvalidRequest(f'env "{asked.type}" is not served here: {", ".join(self.env_classes)} are')

@@ -19,10 +19,12 @@ DATASET_NAME = re.compile(r"[\w.-]+/[\w.-]+(:.*)?")  # of the hub, or a folder; 
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Returns the rows of a .jsonl, .json or .parquet file, of all such files in a folder (by name), of a folder that
-    `datasets` saved (`save_to_disk`), or of a dataset that `datasets` loads by its name, OWNER/NAME, with the names of
-    its config and split after colons: "openai/gsm8k:main:train[:1000]". The split is "train" by default. Raises
-    ValueError if the path does not exist, has an unknown format, or holds no rows."""
+    """Returns the rows of a .jsonl, .json or .parquet file, of all such files in a folder (by name), of a folder
+    that `datasets` saved (`save_to_disk`), or of a dataset that `datasets` loads by its name, OWNER/NAME, with the
+    names of its config and split after colons: "openai/gsm8k:main:train[:1000]". The split is "train" by default.
+
+    Raises ValueError if the path does not exist, has an unknown format, or holds no rows.
+    """
     if not path.exists() and DATASET_NAME.fullmatch(str(path)) and path.suffix not in SUFFIXES:
         rows = _named_dataset(str(path))
     elif not path.exists():
@@ -36,7 +38,10 @@ def read_rows(path: Path) -> list[Row]:
 
 def find_column(row: Row, wanted: str | None, default_names: Sequence[str], field: str, location: str) -> str:
     """Returns the name of the column for `field`: `wanted` if given, else the first of `default_names` that exists, in
-    any case. Raises ValueError with the missing column, the existing ones, and how to name another."""
+    any case.
+
+    Raises ValueError with the missing column, the existing ones, and how to name another.
+    """
     spelled = {name.lower(): name for name in row}
     if wanted is not None and wanted in row:
         return wanted

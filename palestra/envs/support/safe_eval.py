@@ -44,8 +44,10 @@ class AllowedParts:
 
 
 def safe_eval(source: str, allowed: AllowedParts, names: Mapping[str, float]) -> Any:
-    """Returns the value of a Python expression of numbers, `names`, and what is `allowed`. Raises SyntaxError as Python
-    does, NotAllowed for any other part, and what operators, functions and `bound` raise."""
+    """Returns the value of a Python expression of numbers, `names`, and what is `allowed`.
+
+    Raises SyntaxError as Python does, NotAllowed for any other part, and what operators, functions and `bound` raise.
+    """
     return _value(ast.parse(source.strip(), mode="eval").body, allowed, names)
 
 
