@@ -16,6 +16,7 @@ import { Population } from "./population";
 import { Replays } from "./replays";
 import { go, type Route, to, useRoute } from "./route";
 import { Compare, Details, Runs } from "./runs";
+import { Server } from "./server";
 import { System } from "./system";
 import type { RunDetail } from "./types";
 import "./style.css";
@@ -45,8 +46,10 @@ function App() {
             </>
           )}
           {page === "compare" && <span>/ compare</span>}
+          {page === "server" && <span>/ server</span>}
         </nav>
         <span class="tools">
+          <a href="#/server">server</a>
           <button class="plain" onClick={() => setHelp(true)} aria-label="keys">
             ?
           </button>
@@ -54,7 +57,7 @@ function App() {
         </span>
       </header>
       {help && <Help close={() => setHelp(false)} />}
-      {page === undefined ? <Runs route={route} /> : page === "compare" ? <Compare route={route} /> : page === "run" && name ? <Run key={name} name={name} route={route} /> : <Lost />}
+      {page === undefined ? <Runs route={route} /> : page === "compare" ? <Compare route={route} /> : page === "server" ? <Server /> : page === "run" && name ? <Run key={name} name={name} route={route} /> : <Lost />}
     </>
   );
 }

@@ -175,14 +175,20 @@ export function System({ run, tick }: { run: string; tick: number }) {
   );
 }
 
-function Table({ heads, children }: { heads: string[]; children: preact.ComponentChildren }) {
+// Columns of numbers.
+const RIGHT = ["cores in use", "memory", "threads", "times", "size", "done", "busy time", "lost", "replays"].concat(
+  ["models", "samplers", "queued", "taken", "bytes", "rank", "answers", "waiting", "KV cache", "its limit", "free on the device"],
+  ["sampling", "training", "scored prompts", "answered", "mean time", "longest"],
+);
+
+export function Table({ heads, children }: { heads: string[]; children: preact.ComponentChildren }) {
   return (
     <div class="wide">
       <table class="list short">
         <thead>
           <tr>
             {heads.map((head) => (
-              <th class={["cores in use", "memory", "threads", "times", "size", "done", "busy time", "lost", "replays"].includes(head) ? "right" : ""}>{head}</th>
+              <th class={RIGHT.includes(head) ? "right" : ""}>{head}</th>
             ))}
           </tr>
         </thead>

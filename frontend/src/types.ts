@@ -283,6 +283,31 @@ export interface SystemData {
   command: string[];
 }
 
+// What a training server says: palestra/service/wire/schemas/console.py. Times are seconds since 1970.
+export interface Console {
+  at: number;
+  sessions: { id: string; owner: string; name: string | null; created: number; seen: number; num_models: number; num_samplers: number }[];
+  queues: { owner: string; kind: string; queued: number; taken: number; bytes: number; oldest: number }[];
+  answers: { owner: string; num_answers: number; mean_s: number; max_s: number }[];
+  adapters: { id: string; owner: string; base: string; rank: number; state: string; is_loaded: boolean; has_unsaved: boolean; used: number }[];
+  errors: { at: number; owner: string; kind: string; model: string | null; category: string; message: string }[];
+  worker: {
+    at: number;
+    pid: number;
+    memory: Num;
+    loaded_models: string[];
+    num_snapshots: number;
+    bases: { name: string; device: string; free_memory: number; answers: number; waiting: number; cache_bytes: Num; cache_limit: Num }[];
+    work: Record<string, { sampling: number; training: number; scoring: number; answers: number }>;
+  } | null;
+}
+
+export interface ServerData {
+  url: string;
+  error: string; // why there is no console, or ""
+  console: Console | null;
+}
+
 export interface ReplayFrame {
   picture: string | null; // a data URL
   text: string | null;

@@ -20,16 +20,21 @@ def dashboard(
     token: Annotated[
         str, typer.Option(help="require this token (or set PALESTRA_DASHBOARD_TOKEN, which `ps` does not show)")
     ] = "",
+    engine: Annotated[
+        str, typer.Option(help="show this `palestra serve` too; set TINKER_API_KEY if it wants the operator's key")
+    ] = "",
     allow_host: Annotated[list[str] | None, typer.Option(help="a host name of the server, besides its address")] = None,
 ) -> None:
     """Show runs in the browser, live: curves, episodes, populations, alarms.
 
-    It reads run folders only, and needs no account and no network.
+    It reads run folders only, and needs no account and no network. With --engine it also shows a training server: who
+    is connected, queues, adapters, memory, shares of API keys, last errors.
 
     Examples:
 
         palestra dashboard
         palestra dashboard --root experiments --port 8080
+        palestra dashboard --engine http://127.0.0.1:8000
         palestra dashboard --host 0.0.0.0 --token "$(openssl rand -hex 16)"
     """
     with user_errors():
@@ -37,4 +42,4 @@ def dashboard(
         from palestra.dashboard.app import serve
 
         token = token or os.environ.get("PALESTRA_DASHBOARD_TOKEN", "")
-        serve(root, host, port, token, allow_host or [], print_line)
+        serve(root, host, port, token, allow_host or [], engine, print_line)

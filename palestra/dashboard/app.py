@@ -35,6 +35,7 @@ from palestra.dashboard.api import DashboardApi
 from palestra.dashboard.auth import guard, with_token
 from palestra.dashboard.catalog import NotFound, RunCatalog
 from palestra.dashboard.run_status import file_stamp
+from palestra.dashboard.training_server import TrainingServer
 from palestra.runs.metric_log import PARSE_ERRORS
 
 STATIC = Path(__file__).parent / "static"
@@ -50,13 +51,18 @@ LOG = logging.getLogger("uvicorn.error")
 
 
 def build_dashboard(
-    root: Path, token: str = "", hosts: Collection[str] = (), is_stopping: Callable[[], bool] = lambda: False
+    root: Path,
+    token: str = "",
+    hosts: Collection[str] = (),
+    is_stopping: Callable[[], bool] = lambda: False,
+    engine: str = "",
 ) -> AsgiApp:
-    """Returns the ASGI app over the runs in `root`. Event streams end once `is_stopping()` is true. Raises ValueError
-    if `root` is not a folder of runs."""
+    """Returns the ASGI app over the runs in `root`, and over the training server at `engine`. Event streams end once
+    `is_stopping()` is true. Raises ValueError if `root` is not a folder of runs, or `engine` not an address."""
     library = RunCatalog(root)
     api = DashboardApi(library)
     addresses: dict[str, Callable[[Request], Response]] = {
+        "/api/server": TrainingServer(engine).view,
         "/api/runs": api.runs,
         "/api/curves": api.curves,
         "/api/metrics": api.metrics,
@@ -184,14 +190,20 @@ def run_stamps(library: RunCatalog, name: str | None) -> dict[str, tuple[int, ..
 
 
 def serve(
-    root: Path, host: str, port: int, token: str, hosts: Collection[str], print_line: Callable[[str], None]
+    root: Path,
+    host: str,
+    port: int,
+    token: str,
+    hosts: Collection[str],
+    engine: str,
+    print_line: Callable[[str], None],
 ) -> None:
-    """Serves the dashboard until a stop signal. Raises ValueError if `root` is not a folder of runs or the port is
-    taken."""
+    """Serves the dashboard until a stop signal. Raises ValueError if `root` is not a folder of runs, `engine` not an
+    address, or the port is taken."""
     names = {host, socket.gethostname(), *hosts}
     server: HttpServer | None = None
     app = build_dashboard(
-        root, token, {name.lower() for name in names}, lambda: server is not None and server.should_exit
+        root, token, {name.lower() for name in names}, lambda: server is not None and server.should_exit, engine
     )
     listener = open_listener(host, port)
     address = f"http://{url_host(host)}:{listener.getsockname()[1]}/"

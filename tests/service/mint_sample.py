@@ -6,6 +6,8 @@ Two debaters, one of which a given judge prefers; all calls are sent before any 
 import asyncio
 import json
 
+import tinker
+
 import palestra.service.mint_compat as mint
 from palestra.service.mint_compat import types
 
@@ -64,12 +66,38 @@ def alternatives(agent):
     return {"prompt": prompt.length, "drawn": drawn.tokens.to_numpy().tolist(), "shape": drawn.logprobs.shape}
 
 
+def refusals(service_client, agent):
+    """What is said of the optimizer that is not served, at creation and at a step."""
+    calls = [
+        lambda: service_client.create_lora_training_client(
+            base_model=MODEL, rank=4, optimizer=types.DimuonOptimizerConfig()
+        ),
+        lambda: agent.optim_step(types.DimuonParams(learning_rate=1e-3)).result(),
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+        except tinker.BadRequestError as error:
+            said.append(str(error))
+    return said
+
+
 async def main():
     service_client = mint.ServiceClient()
     agents = [await service_client.create_lora_training_client_async(base_model=MODEL, rank=16) for _ in range(2)]
     losses = await debate(agents)
     other = service_client.create_lora_training_client(base_model=MODEL, rank=4)
-    print(json.dumps({"losses": losses, **await officially(other), "alternatives": alternatives(other)}))
+    print(
+        json.dumps(
+            {
+                "losses": losses,
+                **await officially(other),
+                "alternatives": alternatives(other),
+                "dimuon": refusals(service_client, other),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

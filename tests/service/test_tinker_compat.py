@@ -50,6 +50,12 @@ def test_alternatives_to_the_tokens_of_a_prompt_are_drawn(seen: Any) -> None:
     assert max(len(set(row)) for row in found["drawn"]) > 1  # an untrained adapter is not sure of anything
 
 
+def test_optimizer_that_is_not_public_is_refused_with_the_remedy(seen: Any) -> None:
+    at_creation, at_a_step = seen["dimuon"]
+    assert 'this server has no optimizer "dimuon". Leave it out, or name "adamw".' in at_creation
+    assert "this server steps with AdamW only. Send adam_params" in at_a_step
+
+
 def test_other_names_are_the_official_clients() -> None:
     code = (
         "import tinker, palestra.service.mint_compat as c;"

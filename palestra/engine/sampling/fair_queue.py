@@ -34,6 +34,11 @@ class WorkCounters:
         self._waited = set(now)
         return sorted(now, key=lambda client: (self._work[client], self._turn.get(client, 0)))
 
+    @property
+    def counters(self) -> dict[str, float]:
+        """The counter of every client that was ever served."""
+        return dict(self._work)
+
     def add_work(self, client: str, work: float) -> None:
         """Adds `work` (in any one unit) to the counter of a client."""
         self._turns += 1

@@ -21,7 +21,17 @@ from palestra.core.http.limits import AdmissionMiddleware, HttpLimits, RequestRe
 from palestra.core.http.origin_middleware import OriginPolicy
 from palestra.service.server.answer_poller import AnswerPoller
 from palestra.service.server.deps import BodyParser, RequestQueue
-from palestra.service.server.routes import archives, checkpoints, futures, mint, models, openai, sampling, sessions
+from palestra.service.server.routes import (
+    archives,
+    checkpoints,
+    console,
+    futures,
+    mint,
+    models,
+    openai,
+    sampling,
+    sessions,
+)
 from palestra.service.server.state import ServiceContext
 from palestra.service.storage.database import OUTAGE_ERRORS
 from palestra.service.storage.weight_store import WeightsDamaged
@@ -33,6 +43,7 @@ UNSTORABLE = "a text or a number in the request cannot be stored: is there a NUL
 NO_DATABASE = "the database is busy or gone: try again"
 ROUTERS = [
     *((module.router, "/api/v1") for module in (sessions, models, sampling, futures, checkpoints, archives, mint)),
+    (console.router, "/api/v1"),
     (openai.router, "/oai/api/v1"),
 ]
 

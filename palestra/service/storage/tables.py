@@ -83,6 +83,13 @@ requests = sql.Table(
     sql.Column("created", sql.Float, nullable=False),
     sql.Column("finished", sql.Float, index=True),  # time of the answer, in the order of commits
 )
+# One row: what the worker last told of itself, for the console.
+worker_status = sql.Table(
+    "worker_status",
+    meta,
+    sql.Column("id", sql.String(16), primary_key=True),
+    sql.Column("status", sql.JSON, nullable=False),
+)
 # One row: the mark of the data folder that holds the weights to which the other tables refer.
 folders = sql.Table("folders", meta, sql.Column("mark", sql.String(64), primary_key=True))
 

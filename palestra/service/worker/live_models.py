@@ -109,6 +109,11 @@ class LiveModels:
     def __iter__(self) -> Iterator[LiveModel]:
         return iter(list(self.live.values()))
 
+    @property
+    def num_snapshots(self) -> int:
+        """The adapters held in memory for samplers."""
+        return len(self._snapshots)
+
     def get(self, id: str) -> LiveModel:
         """Returns the model, restoring it to memory if necessary. Raises StateLost if it no longer exists."""
         if id not in self.live:

@@ -47,6 +47,11 @@ class SampleScheduler:
         """True while any request is being sampled or scored."""
         return bool(self._questions) or any(base.sampler.has_requests for base in self.live_models.bases.values())
 
+    @property
+    def scoring_counters(self) -> dict[str, float]:
+        """The prompt tokens that were scored for each API key."""
+        return self._questions.work_counters.counters
+
     def advance(self) -> bool:
         """Runs one step of sampling and scoring. Returns False if there was nothing to do."""
         moved = any([base.sampler.step() for base in self.live_models.bases.values()])

@@ -30,7 +30,7 @@ from palestra.engine.training.multi_adapter import Job, JobResult
 from palestra.service.storage.database import OUTAGE_ERRORS
 from palestra.service.storage.outbox import Outbox
 from palestra.service.storage.store import Store, StoredAnswer
-from palestra.service.storage.tables import TableRow, models, update_row
+from palestra.service.storage.tables import TableRow, models, update_row, upsert_row, worker_status
 from palestra.service.storage.wakeup import WakeupSocket
 from palestra.service.storage.weight_store import WeightStore
 from palestra.service.wire import codec
@@ -42,10 +42,12 @@ from palestra.service.worker.encoding import reverse_kl_answer
 from palestra.service.worker.live_models import LiveModel, LiveModels, LoadedBase, StateLost
 from palestra.service.worker.losses import build_loss
 from palestra.service.worker.pending_samples import SampleScheduler
+from palestra.service.worker.status import build_status
 from palestra.service.worker.training import GRADIENT_KINDS, TrainRequest, TrainScheduler
 
 BATCHED_KINDS = (*GRADIENT_KINDS, "sample")  # kinds that share batches with other requests
 SWEEP_INTERVAL_S = 60.0  # seconds between two maintenance runs
+STATUS_INTERVAL_S = 2.0  # seconds between two reports for the console
 MEMORY_RELEASE_DELAY_S = 1.0  # seconds without work after which memory is released
 BURST_GAP_S = 0.005  # seconds without a new request that end a burst
 MAX_BURST_S = 0.1  # longest duration of a burst in seconds
@@ -103,6 +105,7 @@ class Worker:
             self.live_models, settings.pack_tokens, settings.patience, self._read, self._on_outcome
         )
         self._last_sweep = self._last_work = time.monotonic()
+        self._next_status = 0.0
         self._has_released = True
 
     def run(self) -> None:
@@ -144,6 +147,8 @@ class Worker:
         has_worked |= self._sample(time.monotonic() - start)
         if time.monotonic() - self._last_sweep > SWEEP_INTERVAL_S:
             self._sweep()
+        if time.monotonic() > self._next_status:
+            self._report_status()
         return has_worked
 
     def _sample(self, seconds: float) -> bool:
@@ -331,6 +336,13 @@ class Worker:
         self.flush()
         self.store.expire(now)
         self._log_errors(lambda: self.weight_store.sweep(self.store.referenced_folders()))
+
+    def _report_status(self) -> None:
+        """Writes what the console shows of this worker."""
+        self._next_status = time.monotonic() + STATUS_INTERVAL_S
+        status = build_status(self.live_models, self.sample_scheduler, self.train_scheduler)
+        self.outbox.updates += upsert_row(worker_status, {"id": "worker", "status": status.model_dump()})
+        self.flush()
 
     def _release(self, live_model: LiveModel) -> None:
         update = self.live_models.evict(live_model)
