@@ -12,7 +12,7 @@ from palestra.engine.bases.names import resolve_base
 
 CLIENTS = Path(__file__).parents[2] / ".cache" / "clients"
 PROGRAMS = Path(__file__).parents[1] / "clients" / "programs"
-BASES = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B")  # the name of the base in the recipes
+BASES = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.6-35B-A3B")  # of the recipes
 REVISION = "0" * 40
 # Qwen's names for the tiny tokenizer's special tokens: cookbook's renderers look for them.
 DIALECT = {"<|user|>": "<|im_start|>", "<|end|>": "<|im_end|>", "<|system|>": "<think>", "<|assistant|>": "</think>"}
@@ -41,8 +41,18 @@ class Official:
     url: str
     home: Path
 
-    def run(self, clients: str, *command: str, key: str = "tml-any", seconds: float = 300) -> str:
-        """The output of `python *command` in the set's venv. Fails with the end of the output if the command fails."""
+    def run(
+        self,
+        clients: str,
+        *command: str,
+        key: str = "tml-any",
+        seconds: float = 300,
+        folder: Path | None = None,
+        typed: str = "",
+        fails: bool = False,
+    ) -> str:
+        """The output of `python *command` in the set's venv, started in `folder`. Raises AssertionError with the end of
+        the output unless the command succeeds, or, if it should, `fails`."""
         python = CLIENTS / clients / "bin" / "python"
         assert python.exists(), f"{python} is not there: `make test-clients` makes it"
         done = subprocess.run(
@@ -52,8 +62,10 @@ class Official:
             stderr=subprocess.STDOUT,
             text=True,
             timeout=seconds,
+            cwd=folder,
+            input=typed,
         )
-        assert done.returncode == 0, done.stdout[-5000:]
+        assert bool(done.returncode) == fails, done.stdout[-5000:]
         return done.stdout
 
     def report(self, clients: str, program: str, **given: Any) -> Any:
@@ -68,7 +80,8 @@ class Official:
         return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
 
     def _environment(self, key: str) -> dict[str, str]:
-        kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
+        kept = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
+        kept["HOME"] = str(self.home)  # where recipes without a log_path write
         names = {"HF_HOME": str(self.home), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
         for vendor in ("TINKER", "MINT"):
             names |= {f"{vendor}_BASE_URL": self.url, f"{vendor}_API_KEY": key}
