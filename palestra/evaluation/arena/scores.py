@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from palestra.core.files import atomic_write, read_json
+from palestra.core.files import atomic_write, read_json, read_lines
 from palestra.core.seeding import derive_seed
 from palestra.evaluation.arena.players import GAMES, REFERENCES, play_game, reference_player, text_game
 from palestra.populations.normal_form.equilibria import maximin
 from palestra.populations.ratings import ELO_PER_LOG_ODDS, fit_elo
 
-REFERENCE_FILE = Path(__file__).parents[2] / "data" / "arena.json"
+REFERENCE_FILE = Path(__file__).parents[2] / "data" / "arena.jsonl"
 RATED_GAMES = [name for name, game in GAMES.items() if game.is_zero_sum]
 ELO_MEAN = 1200.0  # of the reference players
 MAX_ELO_GAP = 2000.0  # of a player from that mean
@@ -146,7 +146,7 @@ def save_references(results: Sequence[ArenaResult], path: Path = REFERENCE_FILE)
 
 def load_references(path: Path = REFERENCE_FILE) -> list[ArenaResult]:
     """Returns the results of the reference players that `save_references` wrote."""
-    return [ArenaResult.of_json(json.loads(line)) for line in path.read_text().splitlines()]
+    return [ArenaResult.of_json(line) for line in read_lines(path)]
 
 
 # ---- standings

@@ -9,6 +9,7 @@ from helpers.ranks import batch, kept_bytes, run_ranks, state, train, trainer
 
 from palestra.core.losses import actor_critic_loss, clipped_policy_loss
 from palestra.core.types import Sample
+from palestra.engine.training import adapter_weights
 from palestra.engine.training.checkpoints import load_training_state, save_training_state
 from palestra.engine.training.micro_batch import micro_batches, split_over_ranks, token_weight
 from palestra.parallel.process_group import SINGLE_PROCESS
@@ -183,9 +184,10 @@ def test_overflowing_step_is_skipped_and_counted():
     assert learner.optim_step(program.ADAM)["skipped"] == 0.0 and learner.steps == 1
 
 
-def test_loss_scale_grows_after_good_steps_and_is_restored(tmp_path):
+def test_loss_scale_grows_after_good_steps_and_is_restored(tmp_path, monkeypatch):
+    monkeypatch.setattr(adapter_weights, "GROWTH_INTERVAL", 2)
     learner = trainer("lora", "none", SINGLE_PROCESS, precision="float16")
-    learner.loss_scale.value, learner.loss_scale.growth_interval = 2.0**8, 2
+    learner.loss_scale.value = 2.0**8
     train(learner, range(3))
     assert (learner.loss_scale.value, learner.loss_scale.good_steps) == (2.0**9, 1)
     save_training_state(tmp_path, learner)
