@@ -104,7 +104,7 @@ def demonstration_settings(path, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("path", list(map(playable, GAMES)), ids=lambda path: str(path.relative_to(ROOT)))
-@pytest.mark.few(7)
+@pytest.mark.few(5)
 def test_every_vector_config_trains(path, tmp_path, monkeypatch):
     """Two rollouts of few games with their updates, and the evaluations before and after."""
     config = validate(VectorConfig, load(path))
