@@ -68,7 +68,7 @@ def _play(
     from palestra.evaluation.arena.players import GAMES
     from palestra.evaluation.arena.scores import result_path
 
-    options = ArenaOptions(only or list(GAMES), games - games % 2, seed, rendering, sampling_options(temperature))
+    options = ArenaOptions(only or list(GAMES), games, seed, rendering, sampling_options(temperature))
     with CountingBar("games") as bar:
 
         def show(game: str, played: int, of: int) -> None:

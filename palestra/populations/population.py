@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Self
 
+from palestra.core.mappings import key_by_value
+
 Player = str  # player of the meta-game: a seat, a side, or the name of the one population that plays all of them
 Mix = dict[str, float]  # members by name -> probability
 
@@ -59,7 +61,7 @@ class Sides:
 
     def side_of_seat(self) -> list[int]:
         """Returns the side of each seat."""
-        by_seat = {seat: number for number, side in enumerate(self.seats) for seat in side}
+        by_seat = key_by_value(dict(enumerate(self.seats)))
         return [by_seat[seat] for seat in range(len(by_seat))]
 
     def seats_of(self, player: Player) -> list[int]:

@@ -11,12 +11,11 @@ from typing import Any
 
 from palestra.core.config.user_modules import load_object
 from palestra.core.types import Episode, Seat
-from palestra.evaluation.arena.players import GAMES, REFERENCES, text_game
-from palestra.evaluation.arena.scores import ArenaResult, Score
+from palestra.evaluation.arena.players import GAMES, REFERENCES, text_game, tree_of
+from palestra.evaluation.arena.scores import RATED_GAMES, ArenaResult, Score
 from palestra.evaluation.target import Target, find_target
 from palestra.evaluation.text import load_policy, table_of_seats
 from palestra.populations.tabular.best_response import nash_conv
-from palestra.populations.tabular.game_tree import build_game_tree
 from palestra.populations.workers.lm_oracle import branch_returns
 from palestra.text.build.build import make_episode_runner
 from palestra.text.build.engines import Engines
@@ -50,6 +49,8 @@ def enter_arena(player: str, options: ArenaOptions, on_progress: OnProgress = la
     """
     for game in options.games:
         text_game(game, rendering=options.rendering or "full")  # raises ValueError before a model is loaded
+    if not set(options.games) & set(RATED_GAMES):
+        raise ValueError(f"none of these games counts for ratings: add one of {', '.join(RATED_GAMES)}")
     policy = load_player(player, options.sampling)
     return asyncio.run(_play_all(player, policy, options, on_progress))
 
@@ -135,14 +136,13 @@ def read_exploitability(game: str, policy: Policy, texts: Mapping[str, Any]) -> 
     """Returns the exploitability of a player in a small zero-sum game, from the probabilities of its words: half of
     what best responses to it gain at both seats. None for larger games, and for players without such
     probabilities."""
-    env = text_game(game, **texts)
     if GAMES[game].search_depths or not GAMES[game].is_zero_sum:
         return None
-    tree = build_game_tree(env.rules)
+    tree = tree_of(game)
     if len(tree.state_player) > MAX_TABLE_STATES:
         return None
     try:
-        policy_IA = table_of_seats({**GAMES[game].env, **texts}, dict.fromkeys(env.seats, policy), tree)
+        policy_IA = table_of_seats({**GAMES[game].env, **texts}, dict.fromkeys(text_game(game).seats, policy), tree)
     except ValueError:
         return None
     return nash_conv(tree, policy_IA) / tree.num_players

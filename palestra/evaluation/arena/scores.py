@@ -10,16 +10,20 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 from itertools import combinations
+from operator import add
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
+from pydantic import ConfigDict
 
 from palestra.core.files import atomic_write, read_json, read_lines
 from palestra.core.seeding import derive_seed
 from palestra.evaluation.arena.players import GAMES, REFERENCES, play_game, reference_player, text_game
+from palestra.parallel.task_json import from_json
 from palestra.populations.normal_form.equilibria import maximin
 from palestra.populations.ratings import ELO_PER_LOG_ODDS, fit_elo
 
@@ -33,6 +37,8 @@ MAX_ELO_GAP = 2000.0  # of a player from that mean
 class Score:
     """Results of one player against one opponent: the number of games, points (a win 1, a draw 1/2), the sums of the
     returns and of their squares, and how many games were forfeited."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     games: int
     points: float
@@ -69,6 +75,8 @@ class ArenaResult:
     """What one player did in the arena. `exploitability` is by game, where it can be computed; `notes` say why games
     were forfeited."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     player: str
     scores: Scores
     exploitability: Mapping[str, float] = field(default_factory=dict)
@@ -76,7 +84,7 @@ class ArenaResult:
 
     def by_game(self) -> dict[str, Score]:
         """Returns the score in each game against all opponents together."""
-        return {game: sum_scores(list(row.values())) for game, row in self.scores.items()}
+        return {game: reduce(add, row.values()) for game, row in self.scores.items()}
 
     def by_opponent(self) -> dict[str, Score]:
         """Returns the score against each opponent in all rated games together."""
@@ -95,22 +103,9 @@ class ArenaResult:
     def of_json(cls, tree: Mapping[str, Any]) -> ArenaResult:
         """Returns the result whose fields `asdict` returned. Raises ValueError for anything else."""
         try:
-            scores = {game: _row_of_json(row) for game, row in tree["scores"].items()}
-            return cls(str(tree["player"]), scores, dict(tree["exploitability"]), list(tree["notes"]))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is no result of the arena ({error!r})") from error
-
-
-def _row_of_json(row: Mapping[str, Any]) -> dict[str, Score]:
-    return {name: Score(**score) for name, score in row.items()}
-
-
-def sum_scores(scores: Sequence[Score]) -> Score:
-    """Returns the score of all games together."""
-    total = scores[0]
-    for score in scores[1:]:
-        total = total + score
-    return total
+            return from_json(cls, tree, "result")
+        except ValueError as error:
+            raise ValueError(f"this is no result of the arena ({error})") from error
 
 
 # ---- reference players

@@ -187,7 +187,7 @@ def test_a_run_plays_its_own_game_in_its_own_words(tmp_path: Path) -> None:
 def test_command_writes_a_leaderboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     runner = CliRunner()
-    done = runner.invoke(app, ["arena", FIRST, "--only", "kuhn", "--games", "4"])
+    done = runner.invoke(app, ["arena", FIRST, "--only", "kuhn", "--games", "5"])
     assert done.exit_code == 0, done.output
     page = (tmp_path / "arena" / "leaderboard.md").read_text()
     assert f"| **{FIRST}** |" in page and "| solver |" in page
@@ -200,5 +200,7 @@ def test_command_writes_a_leaderboard(tmp_path: Path, monkeypatch: pytest.Monkey
     }.items():
         refused = runner.invoke(app, ["arena", wrong, "--only", "kuhn"])
         assert refused.exit_code == 2 and message in " ".join(refused.output.split())
+    refused = runner.invoke(app, ["arena", "random", "--only", "bargaining"])
+    assert refused.exit_code == 2 and "none of these games counts for ratings" in refused.output
     refused = runner.invoke(app, ["arena", "random", "--only", "go"])
     assert refused.exit_code == 2 and 'no game "go"' in refused.output
