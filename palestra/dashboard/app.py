@@ -208,8 +208,9 @@ def serve(
     listener = open_listener(host, port)
     address = f"http://{url_host(host)}:{listener.getsockname()[1]}/"
     if not is_loopback(host) and not token:
+        shown = "these runs and what their training server does" if engine else "these runs"
         print_line(
-            f"warning: anyone who reaches {host} can read these runs; protect them: --token {secrets.token_urlsafe(12)}"
+            f"warning: anyone who reaches {host} can read {shown}; protect them: --token {secrets.token_urlsafe(12)}"
         )
     print_line(f"dashboard: {with_token(address, token)}")
     server = build_server(app, drain=5, keep_alive=5)

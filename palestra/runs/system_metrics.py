@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from palestra.core.process_memory import resident_memory
 from palestra.core.types import Metrics
 from palestra.parallel.worker_stats import COUNTERS
 from palestra.runs.metric_log import MetricLog
@@ -166,7 +167,6 @@ def descendant_pids(pid: int | None) -> list[int]:
 
 
 GIB = 2**30  # bytes
-STATM = Path("/proc/self/statm")
 
 
 class ResourceMeter:
@@ -190,11 +190,9 @@ class ResourceMeter:
 
 
 def _resident_memory() -> Metrics:
-    try:
-        pages = int(STATM.read_text().split()[1])
-    except (OSError, ValueError, IndexError):
+    if (resident := resident_memory()) is None:
         return {}
-    return {"rss_gib": pages * os.sysconf("SC_PAGE_SIZE") / GIB}
+    return {"rss_gib": resident / GIB}
 
 
 def _gpu_memory() -> Metrics:

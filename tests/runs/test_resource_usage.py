@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from palestra.core.process_memory import STATM
 from palestra.runs import Run, read_lines
-from palestra.runs.system_metrics import STATM, ResourceMeter
+from palestra.runs.system_metrics import ResourceMeter
 
 needs_proc = pytest.mark.skipif(not STATM.exists(), reason="this system has no /proc")
 

@@ -62,15 +62,6 @@ def physical_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def resident_memory() -> int | None:
-    """Returns this process's resident memory in bytes; None where the system does not report it."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def free_memory(device: str = "cpu") -> int:
     """Returns the free memory of a device in bytes. Memory of the machine that caches could give back counts as
     free."""

@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium import spaces
 
 from palestra.core.config.user_modules import import_object
-from palestra.envs.adapters.wrappers import Wrappers, wrap
+from palestra.envs.adapters.wrappers import Wrappers, reset_arguments, wrap
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
 from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, require_flag, to_action_mask, to_array, to_reward
 from palestra.envs.step_values import number
@@ -328,7 +328,7 @@ class GymnasiumGame:
 
     def __init__(self, make: Callable[[], gymnasium.Env], reset_options: dict[str, Any] | None = None) -> None:
         self.env = make()
-        self.reset_arguments: dict[str, Any] = {"options": reset_options} if reset_options else {}
+        self.reset_arguments = reset_arguments(reset_options)
         self.is_multi_agent = several = isinstance(self.env.action_space, spaces.Tuple)
         self.action_decoders = [action_decoder(part, "a seat") for part in seat_spaces(self.env.action_space)]
         count = len(self.action_decoders)

@@ -6,7 +6,8 @@ import os
 import time
 from collections import Counter
 
-from palestra.core.accel.malloc import free_memory, resident_memory
+from palestra.core.accel.malloc import free_memory
+from palestra.core.process_memory import resident_memory
 from palestra.engine.sampling.cached_batch import CachedBatch
 from palestra.service.wire.schemas.console import BaseStatus, OwnerWork, WorkerStatus
 from palestra.service.worker.live_models import LiveModels, LoadedBase

@@ -24,7 +24,7 @@ from palestra.envs.adapters.gymnasium import (
     split_action_mask,
     without_action_mask,
 )
-from palestra.envs.adapters.wrappers import Wrappers, wrap
+from palestra.envs.adapters.wrappers import Wrappers, reset_arguments, wrap
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
 from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, require_flag, to_action_mask, to_array, to_reward
 from palestra.envs.vector_base import Discrete, RenderFrame
@@ -216,7 +216,7 @@ class ParallelGame(_PettingZooGame):
     has ended acts again or has terminated and is paid, and for agents that are not in `possible_agents`."""
 
     def __init__(self, env: Any, state: bool = False, reset_options: dict[str, Any] | None = None) -> None:
-        self.reset_arguments: dict[str, Any] = {"options": reset_options} if reset_options else {}
+        self.reset_arguments = reset_arguments(reset_options)
         infos = read_result(env.reset(seed=0, **self.reset_arguments), 2, f"{env}.reset")[1]
         super().__init__(env, infos, state)
 
@@ -275,7 +275,7 @@ class AECGame(_PettingZooGame):
     Raises ValueError if an agent that has ended acts again."""
 
     def __init__(self, env: Any, state: bool = False, reset_options: dict[str, Any] | None = None) -> None:
-        self.reset_arguments: dict[str, Any] = {"options": reset_options} if reset_options else {}
+        self.reset_arguments = reset_arguments(reset_options)
         env.reset(seed=0, **self.reset_arguments)
         super().__init__(env, env.infos, state)
         self.booked: set[str] = set()  # how much of its rewards the env adds to what `last` reports
