@@ -60,13 +60,19 @@ define timed
 	seconds=$$(($$(date +%s) - start)); echo "make $@ took $$((seconds / 60)) min $$((seconds % 60)) s"; exit $$result
 endef
 
+# Interprets the GPU's kernels on a CPU. Not in .venv: torch imports it where it is, which takes every process longer.
+TRITON := .cache/triton
+$(TRITON)/.installed: | $(INSTALLED)
+	test "$$(uname -s)" != Linux || $(BIN)/pip install --quiet --no-deps --target $(@D) triton==3.9.0
+	mkdir -p $(@D); touch $@
+
 check: $(INSTALLED) ## lint, types and the first fast test of every file of tests/: what a quick look needs
 	$(call timed,-n auto --dist worksteal --first)
 
-test: $(INSTALLED) ## lint, types and the fast tests (CPU), on as many cores as there are
+test: $(INSTALLED) $(TRITON)/.installed ## lint, types and the fast tests (CPU), on as many cores as there are
 	$(call timed,-n auto --dist worksteal)
 
-test-all: $(INSTALLED) ## the same with the slow tests
+test-all: $(INSTALLED) $(TRITON)/.installed ## the same with the slow tests
 	$(call timed,-m "not gpu and not clients and not peers and not browser and not wheel")
 
 test-gpu: $(INSTALLED) ## the tests that need a CUDA device, with a torch that has CUDA

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,18 +28,19 @@ from palestra.engine.cache.kv_pages import PAGE_TOKENS, CacheSlot, PagePool
 from palestra.engine.check.self_check import compare_gaps
 from palestra.engine.cuda.paged_attention import MAX_WIDTH, PageTable, paged_attention, power_of_2, write_to_pages
 from palestra.engine.cuda.rotary import fused_rotary, watched_rotary
-from palestra.engine.cuda.step_routes import NO_ADAPTER, AdapterColumns, JoinedLayers, WatchedRoute, join_layers
+from palestra.engine.cuda.step_routes import AdapterColumns, ColumnRoute, JoinedLayers, WatchedRoute, join_layers
 from palestra.engine.forward.attention_terms import NO_TERMS, AttentionTerms, KeySpan
 from palestra.engine.forward.flat_row import AdapterRoute
+from palestra.engine.lora.low_rank import RowColumns, columns_of, padded_rank
 from palestra.engine.lora.routes import MultiAdapterRoute
 
 MIN_USES = 2  # a step is recorded at its second use: recording takes as long as five plain steps
 MIN_COVERED_USES = 256  # later if a recorded step with more rows covers it: few rows take a GPU about as long
 MAX_COVER = 8  # maximum ratio of rows recorded to rows in use: each further row repeats the attention of the last one
-MAX_COLUMNS = 512  # all rows are multiplied with the columns of all adapters
+COLUMN_STEP = 64  # room for adapters is made in such steps
 MAX_STEPS = 64  # recorded steps that are kept: each takes some megabytes
 MIN_TABLE_WIDTH = 16
-NUM_SCALARS = 4  # of a row, before its page table: token, lengths of prompt and answer, number of its adapter
+NUM_SCALARS = 5  # of a row, before its page table: token, lengths of prompt and answer, columns of its adapter
 
 Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 
@@ -62,14 +62,24 @@ class DecodeStep(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """Shape of a recorded step: numbers of rows, of places in a page table and of adapter columns, names of the adapted
-    layers, and whether rows differ in their adapter."""
+    """Shape of a recorded step: numbers of rows, of places in a page table and of adapter columns, the largest rank,
+    and the names of the adapted layers."""
 
     rows: int
     width: int
     columns: int
+    rank: int
     layers: frozenset[str]
-    mixed: bool
+
+    def has_room_for(self, other: StepShape) -> bool:
+        """Returns whether a step of the shape `other` can be computed as one of this shape."""
+        return (
+            other.rows <= self.rows <= MAX_COVER * other.rows
+            and self.width >= other.width
+            and self.columns >= other.columns
+            and self.rank >= other.rank
+            and self.layers == other.layers
+        )
 
 
 class DecodeGraphs:
@@ -107,15 +117,8 @@ class DecodeGraphs:
 
     def _covering(self, shape: StepShape) -> StepShape | None:
         """Returns the smallest recorded shape with room for a step of `shape`; None if there is none."""
-        fits = [
-            recorded
-            for recorded in self._steps
-            if shape.rows <= recorded.rows <= MAX_COVER * shape.rows
-            and recorded.width >= shape.width
-            and (recorded.columns, recorded.layers) == (shape.columns, shape.layers)
-            and recorded.mixed >= shape.mixed
-        ]
-        return min(fits, key=lambda recorded: (recorded.rows, recorded.width, recorded.mixed), default=None)
+        fits = [recorded for recorded in self._steps if recorded.has_room_for(shape)]
+        return min(fits, key=lambda recorded: recorded[:4], default=None)
 
     def clear(self) -> None:
         """Drops all recorded steps, with their memory."""
@@ -154,13 +157,12 @@ class DecodeGraphs:
         width = max(MIN_TABLE_WIDTH, power_of_2(pages))
         rows = _next_size(len(step.tokens))
         if step.route is None:
-            return StepShape(rows, width, 0, frozenset(), False)
+            return StepShape(rows, width, 0, 0, frozenset())
         stack = step.route.stack
-        columns = stack.num_columns
-        if not stack.mergeable or columns > MAX_COLUMNS:
+        if not stack.mergeable:
             return None
-        mixed = len(stack.snapshots) > 1 or step.route.rows < len(step.tokens)
-        return StepShape(rows, width, -(-columns // 16) * 16, stack.adapted_layers, mixed)
+        columns = -(-sum(stack.ranks) // COLUMN_STEP) * COLUMN_STEP
+        return StepShape(rows, width, columns, padded_rank(stack.ranks), stack.adapted_layers)
 
     def _add(self, shape: StepShape, step: DecodeStep, own_RV: Tensor) -> None:
         """Records a step, whose logits are `own_RV`."""
@@ -230,16 +232,16 @@ class RecordedStep:
             values[row, NUM_SCALARS : NUM_SCALARS + len(pages)] = pages
         if step.route is not None:
             self.columns.load(step.route.stack)
-            counts = step.route.counts
-            values[:rows, 3] = np.repeat([*range(len(counts)), NO_ADAPTER], [*counts, rows - sum(counts)])
+            bare = rows - step.route.rows
+            values[:rows, 3:5] = columns_of([*step.route.counts, bare], [*step.route.stack.ranks, 0]).T
         values[rows:] = values[rows - 1]
         self._inputs.copy_(self._host, non_blocking=True)
 
     def _compute(self) -> Tensor:
         """Returns the logits [R, V] of the step that was loaded last."""
-        token_R, prompt_R, answer_R, adapter_R = self._inputs[:, :NUM_SCALARS].T.contiguous()
+        token_R, prompt_R, answer_R, first_R, rank_R = self._inputs[:, :NUM_SCALARS].T.contiguous()
         layout = PagedLayout(self.pool, PageTable(self._inputs[:, NUM_SCALARS:], prompt_R, answer_R))
-        route = self.columns.route(adapter_R if self.shape.mixed else None)
+        route = ColumnRoute(self.columns, RowColumns(first_R, rank_R, self.shape.rank))
         return self.engine.logits(token_R, layout.position_R, layout, route, self._every)
 
 

@@ -46,8 +46,8 @@ def paged_attention(
     """Returns the attention output [R, H, D] of a layer with the keys and values `kv_2NhPD`, over the keys from
     position `first_R` int64 on. The span of `terms` is not read: it is in `first_R`."""
     if q_RHD.is_cuda:
-        return _by_kernels(q_RHD, kv_2NhPD, table, first_R, scale, terms)
-    return _by_gathered_pages(q_RHD, kv_2NhPD, table, first_R, scale, terms)
+        return attention_by_kernels(q_RHD, kv_2NhPD, table, first_R, scale, terms)
+    return attention_by_gathering(q_RHD, kv_2NhPD, table, first_R, scale, terms)
 
 
 def write_to_pages(kv_2NhPD: Tensor, place_X: Tensor, k_hRD: Tensor, v_hRD: Tensor) -> None:
@@ -55,7 +55,7 @@ def write_to_pages(kv_2NhPD: Tensor, place_X: Tensor, k_hRD: Tensor, v_hRD: Tens
     [N * h * P]; `place_X` int64 [R * h]."""
     h, rows, width = k_hRD.shape
     if k_hRD.is_cuda:
-        from palestra.engine.cuda.paged_kernels import write_tokens
+        from palestra.engine.kernels import write_tokens
 
         write_tokens[rows, h](
             k_hRD, v_hRD, kv_2NhPD[0], kv_2NhPD[1], place_X,
@@ -66,9 +66,10 @@ def write_to_pages(kv_2NhPD: Tensor, place_X: Tensor, k_hRD: Tensor, v_hRD: Tens
         kept_NhPD.view(-1, width).index_copy_(0, place_X, new_hRD.transpose(0, 1).reshape(-1, width))
 
 
-def _by_gathered_pages(
+def attention_by_gathering(
     q_RHD: Tensor, kv_2NhPD: Tensor, table: PageTable, first_R: Tensor, scale: float, terms: AttentionTerms
 ) -> Tensor:
+    """Returns what `paged_attention` returns, in plain torch."""
     (rows, width), (h, page_tokens) = table.page_RW.shape, kv_2NhPD.shape[2:4]
     in_page_P = torch.arange(page_tokens, device=q_RHD.device)
     before_RW1 = torch.arange(width, device=q_RHD.device)[None, :, None] * page_tokens
@@ -82,10 +83,11 @@ def _by_gathered_pages(
     return attention_by_scores(q_RHD[:, :, None], k, v, seen, scale, terms)[:, :, 0]
 
 
-def _by_kernels(
+def attention_by_kernels(
     q_RHD: Tensor, kv_2NhPD: Tensor, table: PageTable, first_R: Tensor, scale: float, terms: AttentionTerms
 ) -> Tensor:
-    from palestra.engine.cuda.paged_kernels import attend_to_share, combine_shares
+    """Returns what `paged_attention` returns, by two kernels."""
+    from palestra.engine.kernels import attend_to_share, combine_shares
 
     (rows, heads, width), (_, _, h, page_tokens, _) = q_RHD.shape, kv_2NhPD.shape
     q_RHD = q_RHD.contiguous()

@@ -63,7 +63,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     the first half of a head is the real part, the second the imaginary one."""
     if not q.is_cuda:
         return rotate_halves(q, cos, sin), rotate_halves(k, cos, sin)
-    from palestra.engine.cuda.paged_kernels import rotate as kernel
+    from palestra.engine.kernels import rotate as kernel
 
     (_, heads, rows, width), kv_heads = q.shape, k.shape[1]
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))

@@ -1,10 +1,12 @@
 """Linear layers of a recorded decoding step: adapters at a fixed place, and layers of the same input as one product.
 
-The steps of decode_graphs.py read the low-rank matrices of all adapters from tensors in which they lie side by side.
-Frozen layers that read the same tensor, such as those of queries, keys and values, are found by watching a plain step;
-their weights become views of one matrix, so that they and their adapters take three products instead of three each.
+The steps of decode_graphs.py read the low-rank matrices of all adapters from tensors in which they lie one after
+another. Frozen layers that read the same tensor, such as those of queries, keys and values, are found by watching a
+plain step; their weights become views of one matrix, so that they and their adapters take three products instead of
+three each.
 
-Shapes: `R` rows, `T` columns: the sum of the adapters' ranks, padded; `i` and `o` inputs and outputs of a layer.
+Shapes: `R` rows, `T` columns: room for the sum of the adapters' ranks; `i` inputs, `o` outputs of a layer or of all `L`
+joined layers.
 """
 
 from __future__ import annotations
@@ -20,10 +22,8 @@ from torch import Tensor, nn
 from palestra.engine.forward.flat_row import AdapterRoute
 from palestra.engine.forward.linear import linear
 from palestra.engine.lora.adapters import own_output
+from palestra.engine.lora.low_rank import RowColumns, add_products
 from palestra.engine.lora.routes import AdapterStack
-
-MAX_JOINED_COLUMNS = 256  # of all layers together: most of their joined matrix B is 0
-NO_ADAPTER = -1
 
 
 class Call(NamedTuple):
@@ -114,76 +114,56 @@ def _is_plain(layer: nn.Linear) -> bool:
 
 
 class AdapterColumns:
-    """The low-rank matrices of several adapters side by side, at a fixed place: `A [i, T]` and `B [T, o]` of each
-    layer. Columns that no adapter uses are 0. `stack` None: no adapters.
-
-    Joined layers that all have adapters have one A, with the columns of each, and one B, which is 0 outside the rows of
-    a layer's own columns and its outputs.
-    """
+    """The low-rank matrices of several adapters at a fixed place: `A [L, T, i]` and `B [T, o]` of each layer, or of the
+    joined layers that all have adapters. `stack` None: no adapters."""
 
     def __init__(self, stack: AdapterStack | None, columns: int, joined: Mapping[str, JoinedLayers]) -> None:
         self.joined = joined
-        self.pairs: dict[str, tuple[Tensor, Tensor]] = {}
-        self.joined_pairs: dict[JoinedLayers, tuple[Tensor, Tensor]] = {}
+        self.pairs: dict[str, tuple[Tensor, Tensor]] = {}  # by the name of the layer, the first of joined ones
+        self._places: dict[str, tuple[Tensor, Tensor]] = {}  # A [T, i] and B [T, o] of each layer
         self._loaded: AdapterStack | None = None
         if stack is None:
             return
-        for layers in dict.fromkeys(joined.values()):
-            if len(layers.names) * columns <= MAX_JOINED_COLUMNS and stack.adapted_layers.issuperset(layers.names):
-                self._add_joined(layers, columns)
-        for name in stack.adapted_layers - self.pairs.keys():
-            pair = stack.stacked_pair(name)
-            assert pair is not None
-            a_nir, b_nro = pair
-            self.pairs[name] = a_nir.new_zeros(a_nir.shape[1], columns), b_nro.new_zeros(columns, b_nro.shape[2])
-        self._owner_T = torch.full((columns,), NO_ADAPTER - 1, device=stack.device)
+        for name in stack.adapted_layers:
+            layers = joined.get(name)
+            if layers is None or not stack.adapted_layers.issuperset(layers.names):
+                self._add([name], stack, columns)
+            elif name == layers.names[0]:
+                self._add(layers.names, stack, columns)
 
-    def _add_joined(self, layers: JoinedLayers, columns: int) -> None:
-        (outputs, inputs), number = layers.weight.shape, len(layers.names)
-        a_iT = layers.weight.new_zeros(inputs, number * columns)
-        b_To = layers.weight.new_zeros(number * columns, outputs)
-        self.joined_pairs[layers] = a_iT, b_To
-        pairs = zip(a_iT.split(columns, 1), b_To.split(columns), strict=True)
-        for at, (name, (a, b)) in enumerate(zip(layers.names, pairs, strict=True)):
-            self.pairs[name] = a, b.split(layers.sizes, 1)[at]
+    def _add(self, names: Sequence[str], stack: AdapterStack, columns: int) -> None:
+        pairs = [pair for name in names if (pair := stack.pair(name)) is not None]
+        sizes = [b_To.shape[1] for _, b_To in pairs]
+        first_a, first_b = pairs[0]
+        a_LTi = first_a.new_zeros(len(names), columns, first_a.shape[1])
+        b_To = first_b.new_zeros(columns, sum(sizes))
+        self.pairs[names[0]] = a_LTi, b_To
+        self._places |= zip(names, zip(a_LTi, b_To.split(sizes, 1), strict=True), strict=True)
 
     def load(self, stack: AdapterStack) -> None:
-        """Copies the adapters of `stack` here, each to as many columns as the largest rank."""
+        """Copies the adapters of `stack` here."""
         if stack is self._loaded:
             return
-        n = len(stack.snapshots)
-        used = stack.num_columns
-        torch._foreach_zero_(list(chain.from_iterable(self.pairs.values())))
-        targets = []
-        sources = []
-        for name, (a_iT, b_To) in self.pairs.items():
-            stacked = stack.stacked_pair(name)
-            assert stacked is not None
-            rank = stacked[0].shape[2]
-            targets += [a_iT[:, :used].unflatten(1, (n, -1))[..., :rank], b_To[:used].unflatten(0, (n, -1))[:, :rank]]
-            sources += [stacked[0].transpose(0, 1), stacked[1]]
-        torch._foreach_copy_(targets, sources)
-        self._owner_T.fill_(NO_ADAPTER - 1)
-        self._owner_T[:used] = torch.arange(n, device=self._owner_T.device).repeat_interleave(used // n)
+        used = sum(stack.ranks)
+        pairs = [stack.pair(name) for name in self._places]
+        sources = chain.from_iterable(pair for pair in pairs if pair is not None)
+        places = [place[:used] for place in chain.from_iterable(self._places.values())]
+        torch._foreach_copy_(places, list(sources))
         self._loaded = stack
-
-    def route(self, adapter_R: Tensor | None) -> ColumnRoute:
-        """Returns the route of rows that use the adapters of these numbers (None: all use the only one)."""
-        return ColumnRoute(self, None if adapter_R is None else adapter_R[:, None] == self._owner_T)
 
 
 class ColumnRoute:
-    """The route of a recorded step: each row uses the columns `own_RT` (None: all)."""
+    """The route of a recorded step: each row uses its own `columns`."""
 
-    def __init__(self, columns: AdapterColumns, own_RT: Tensor | None) -> None:
+    def __init__(self, adapters: AdapterColumns, columns: RowColumns) -> None:
+        self.adapters = adapters
         self.columns = columns
-        self.own_RT = own_RT
-        # inputs and outputs of layers that were computed with others
-        self._ahead: dict[str, tuple[Tensor, Tensor]] = {}
-        self._own: dict[int, Tensor] = {}  # by number of layers
+        self._ahead: dict[
+            str, tuple[Tensor, Tensor]
+        ] = {}  # inputs and outputs of layers that were computed with others
 
     def linear(self, name: str, x: Tensor, layer: nn.Module) -> Tensor:
-        if (layers := self.columns.joined.get(name)) is None:
+        if (layers := self.adapters.joined.get(name)) is None:
             return self._add_adapter(name, x, own_output(layer, x))
         if name == layers.names[0]:
             outputs = zip(layers.names, self._joined_outputs(layers, x), strict=True)
@@ -195,30 +175,27 @@ class ColumnRoute:
 
     def _joined_outputs(self, layers: JoinedLayers, x: Tensor) -> Sequence[Tensor]:
         y = linear(x, layers.weight, layers.bias)
-        if (pair := self.columns.joined_pairs.get(layers)) is not None:
-            self._add_product(x, y, pair, len(layers.names))
+        pair = self.adapters.pairs.get(layers.names[0])
+        if pair is not None and len(pair[0]) == len(layers.names):
+            self._add_products(x, y, pair, layers.sizes)
+            return y.split(layers.sizes, -1)
         outputs = y.split(layers.sizes, -1)
-        if pair is None:
-            for name, output in zip(layers.names, outputs, strict=True):
-                self._add_adapter(name, x, output)
+        for name, output in zip(layers.names, outputs, strict=True):
+            self._add_adapter(name, x, output)
         return outputs
 
     def _add_adapter(self, name: str, x: Tensor, y: Tensor) -> Tensor:
         """Adds the output of a layer's adapters to `y`; returns it."""
-        if (pair := self.columns.pairs.get(name)) is not None:
-            self._add_product(x, y, pair, 1)
+        if (pair := self.adapters.pairs.get(name)) is not None:
+            self._add_products(x, y, pair, [y.shape[-1]])
         return y
 
-    def _add_product(self, x: Tensor, y: Tensor, pair: tuple[Tensor, Tensor], layers: int) -> None:
-        inner_RT = x.flatten(0, -2) @ pair[0]
-        if self.own_RT is not None:
-            if layers not in self._own:
-                self._own[layers] = self.own_RT.repeat(1, layers)
-            inner_RT = inner_RT * self._own[layers]
-        y.flatten(0, -2).addmm_(inner_RT, pair[1])
+    def _add_products(self, x: Tensor, y: Tensor, pair: tuple[Tensor, Tensor], sizes: Sequence[int]) -> None:
+        add_products(x.flatten(0, -2), y.flatten(0, -2), *pair, sizes, self.columns)
 
     def narrow(self, keep_M: Tensor) -> ColumnRoute:
-        return ColumnRoute(self.columns, None if self.own_RT is None else self.own_RT[keep_M])
+        first_R, rank_R, width = self.columns
+        return ColumnRoute(self.adapters, RowColumns(first_R[keep_M], rank_R[keep_M], width))
 
     def blocks(self, rows: int) -> list[tuple[None, int]]:
         return [(None, rows)]  # adapters of other kinds are not recorded

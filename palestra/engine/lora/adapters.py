@@ -27,6 +27,7 @@ from palestra.engine.lora.variants import Extras, dora_gain, new_extras
 
 _ids = itertools.count(1)
 Weights = dict[str, tuple[Tensor, Tensor]]
+RowOrder = tuple[bool, int, str, int]
 
 
 def find_linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -190,8 +191,8 @@ def weighted_sum(
 
 
 class Snapshot:
-    """An immutable copy of an adapter's weights, with the scale folded into B. `mergeable` is false if it also has
-    `extras`: then its weights alone are not the adapter.
+    """An immutable copy of an adapter's weights, with the scale folded into B. `rank` is the largest of its layers;
+    `mergeable` is false if it also has `extras`: then its weights alone are not the adapter.
 
     `id` identifies the snapshot in caches; `name` determines the order of the rows of a batch, so that a resumed run
     builds the same batches as an uninterrupted one.
@@ -202,12 +203,9 @@ class Snapshot:
         self.name = name
         self.weights = {k: (a.detach().clone(), b.detach().clone()) for k, (a, b) in weights.items()}
         self.extras = extras or Extras()
+        pairs = [*self.weights.values(), *self.extras.experts.values()]
+        self.rank = max((a.shape[-2] for a, _ in pairs), default=1)
         self._gains: dict[str, Tensor] = {}
-
-    @property
-    def rank(self) -> int:
-        """Largest rank of the weights."""
-        return max((a.shape[-2] for a, _ in [*self.weights.values(), *self.extras.experts.values()]), default=1)
 
     @property
     def mergeable(self) -> bool:
@@ -225,12 +223,12 @@ class Snapshot:
         return self._gains[name]
 
 
-def row_order(adapter: Snapshot | None) -> tuple[bool, str, int]:
-    """Returns the sort key of rows by their adapter's name and id, the bare base ("", 0) last: the order of the rows of
-    a `MultiAdapterRoute`."""
+def row_order(adapter: Snapshot | None) -> RowOrder:
+    """Returns the sort key of rows by their adapter's rank, name and id, the bare base last: the order of the rows of a
+    `MultiAdapterRoute`, in which adapters of one rank share batched products."""
     if adapter is None:
-        return True, "", 0
-    return False, adapter.name, adapter.id
+        return True, 0, "", 0
+    return False, adapter.rank, adapter.name, adapter.id
 
 
 def is_in_layer(name: str) -> bool:

@@ -4,8 +4,8 @@ Training uses one adapter for all rows (`SingleAdapterRoute`), with gradients. S
 snapshots, and of the bare base, share one forward pass (`MultiAdapterRoute`); on the plain path all rows have one
 (`SnapshotRoute`). All implement `AdapterRoute` of flat_row.py.
 
-Shapes: `R` rows of the flat row, `n` adapters, `r` the largest rank among them, `i` and `o` inputs and outputs of a
-layer.
+Shapes: `R` rows of the flat row, `r` rank of an adapter, `T` sum of the ranks of several, `i` and `o` inputs and
+outputs of a layer.
 """
 
 from __future__ import annotations
@@ -23,6 +23,16 @@ from transformers.pytorch_utils import Conv1D
 
 from palestra.engine.forward.linear import linear, low_rank_grads, matmul
 from palestra.engine.lora.adapters import Adapter, Snapshot, layer_shape, own_output
+from palestra.engine.lora.low_rank import (
+    RowColumns,
+    Run,
+    add_by_kernels,
+    add_by_runs,
+    columns_of,
+    padded_rank,
+    runs_of,
+    uses_kernels,
+)
 from palestra.engine.lora.variants import Dropout, linear_by_blocks, variant_output
 
 MAX_MERGED_WEIGHTS = 2**18  # layers with at most this many weights are merged: a copy costs little memory
@@ -143,30 +153,25 @@ class MultiAdapterRoute:
     """The route of a sampling pass: block i of `counts[i]` rows uses snapshot i, the rows after the last block use the
     bare base.
 
-    One snapshot for all rows is merged into small layers, and applied with two plain products at large ones. Several
-    snapshots are applied with two batched products over blocks of equal size (padded if they differ), so that 16
-    adapters need as many kernel calls as one.
+    One snapshot for all rows is merged into small layers, and applied with two plain products at large ones; several
+    are applied by low_rank.py.
     """
 
     def __init__(self, stack: AdapterStack, counts: Sequence[int]) -> None:
         self.stack = stack
         self.counts = list(counts)
         self.rows = sum(counts)
-        self.width = max(counts, default=0)
-        even = all(c == self.width for c in counts)
-        self._padding = None if even else self._pad()
 
-    def _pad(self) -> tuple[Tensor, Tensor]:
-        """Returns the row of each padded index, and the padded index of each row."""
-        device = self.stack.device
-        rows = []
-        places = []
-        start = 0
-        for i, count in enumerate(self.counts):
-            rows += [start + min(j, count - 1) for j in range(self.width)]
-            places += [i * self.width + j for j in range(count)]
-            start += count
-        return torch.tensor(rows, device=device), torch.tensor(places, device=device)
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The blocks, for batched products."""
+        return runs_of(self.counts, self.stack.ranks, self.stack.device)
+
+    @cached_property
+    def columns(self) -> RowColumns:
+        """The columns of each row's adapter."""
+        first_R, rank_R = torch.tensor(columns_of(self.counts, self.stack.ranks), device=self.stack.device)
+        return RowColumns(first_R, rank_R, padded_rank(self.stack.ranks))
 
     def narrow(self, keep_M: Tensor) -> MultiAdapterRoute:
         return MultiAdapterRoute(self.stack, count_kept_rows(self.counts, keep_M))
@@ -185,31 +190,27 @@ class MultiAdapterRoute:
         ):
             return linear(x, merged, layer.bias)
         y = own_output(layer, x)
-        if (pair := self.stack.stacked_pair(name)) is None:
+        if (pair := self.stack.pair(name)) is None:
             return y
-        a_nir, b_nro = pair
-        rows = x.flatten(0, -2)[: self.rows]
-        out = y.flatten(0, -2)[: self.rows]
-        if len(self.counts) == 1:
-            out.addmm_(rows @ a_nir[0], b_nro[0])
-            return y
-        blocks = rows if self._padding is None else rows.index_select(0, self._padding[0])
-        inner = torch.bmm(blocks.view(len(self.counts), self.width, -1), a_nir)
-        if self._padding is None:
-            out.view(len(self.counts), self.width, -1).baddbmm_(inner, b_nro)
+        a_Ti, b_To = pair
+        x_Ri = x.flatten(0, -2)[: self.rows]
+        y_Ro = y.flatten(0, -2)[: self.rows]
+        if len(self.counts) > 1 and uses_kernels(x_Ri):
+            add_by_kernels(x_Ri, y_Ro, a_Ti[None], b_To, [b_To.shape[1]], self.columns)
         else:
-            out += torch.bmm(inner, b_nro).flatten(0, 1).index_select(0, self._padding[1])
+            add_by_runs(x_Ri, y_Ro, a_Ti, b_To, self.runs)
         return y
 
 
 class AdapterStack:
-    """Several snapshots, stacked: for each linear layer `A [n, in, r]` and `B [n, r, out]` in the base's dtype,
-    zero-padded for snapshots without weights or with a smaller rank."""
+    """Several snapshots, one after another: for each linear layer `A [T, i]` and `B [T, o]` in the base's dtype. A
+    snapshot of rank r has r rows of both, which are 0 where it has no weights or fewer."""
 
     def __init__(self, snapshots: Sequence[Snapshot], linears: Mapping[str, nn.Module]) -> None:
         self.snapshots = list(snapshots)
+        self.ranks = [snapshot.rank for snapshot in snapshots]
         self.linears = linears
-        self.mergeable = all(snapshot.mergeable for snapshot in snapshots)  # else no merged or stacked weights are used
+        self.mergeable = all(snapshot.mergeable for snapshot in snapshots)  # else no merged or joined weights are used
         self.device = next(next(iter(linears.values())).parameters()).device
         self._pairs: dict[str, tuple[Tensor, Tensor] | None] = {}
         self._merged: dict[str, Tensor | None] = {}
@@ -218,12 +219,6 @@ class AdapterStack:
     def adapted_layers(self) -> frozenset[str]:
         """Names of the layers that a snapshot adapts."""
         return frozenset(chain.from_iterable(snapshot.weights for snapshot in self.snapshots))
-
-    @cached_property
-    def num_columns(self) -> int:
-        """Number of columns of the stacked matrices side by side: the largest rank, for each snapshot."""
-        ranks = [len(a) for a, _ in chain.from_iterable(snapshot.weights.values() for snapshot in self.snapshots)]
-        return len(self.snapshots) * max(ranks, default=0)
 
     def merged_weight(self, name: str) -> Tensor | None:
         """Returns the layer's weight with the only snapshot added; None for layers that are large or not in float32."""
@@ -236,23 +231,23 @@ class AdapterStack:
             self._merged[name] = torch.addmm(weight, pair[1], pair[0]) if pair is not None and fits else None
         return self._merged[name]
 
-    def stacked_pair(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Returns the stacked A and B of a layer; None if no snapshot adapts it."""
+    def pair(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Returns the matrices A and B of a layer; None if no snapshot adapts it."""
         if name not in self._pairs:
             self._pairs[name] = self._build(name)
         return self._pairs[name]
 
     def _build(self, name: str) -> tuple[Tensor, Tensor] | None:
-        pairs = [s.weights.get(name) for s in self.snapshots]
-        if not (ranks := [p[0].shape[0] for p in pairs if p]):
+        pairs = [snapshot.weights.get(name) for snapshot in self.snapshots]
+        if not any(pairs):
             return None
         layer: Any = self.linears[name]
         outputs, inputs = layer_shape(layer)
         # a quantised weight's dtype is not that of its outputs
         like = layer.weight if type(layer) in (nn.Linear, Conv1D) else next(p for p in pairs if p)[0]
-        a = like.new_zeros(len(pairs), inputs, max(ranks))
-        b = like.new_zeros(len(pairs), max(ranks), outputs)
-        for i, pair in enumerate(pairs):
+        a_Ti = like.new_zeros(sum(self.ranks), inputs)
+        b_To = like.new_zeros(sum(self.ranks), outputs)
+        for pair, a_ri, b_ro in zip(pairs, a_Ti.split(self.ranks), b_To.split(self.ranks), strict=True):
             if pair:
-                a[i, :, : pair[0].shape[0]], b[i, : pair[0].shape[0]] = pair[0].T, pair[1].T
-        return a, b
+                a_ri[: len(pair[0])], b_ro[: len(pair[0])] = pair[0], pair[1].T
+        return a_Ti, b_To

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from palestra.engine.bases.model import Engine
 from palestra.engine.forward.plain import PlainPath, select_sequences
+from palestra.engine.lora.adapters import RowOrder
 from palestra.engine.lora.routes import SnapshotRoute
 from palestra.engine.sampling.live_batch import LiveBatch, without
 from palestra.engine.sampling.request import LiveSequence, SequenceGroup
@@ -178,6 +179,6 @@ def _route(group: SequenceGroup) -> SnapshotRoute | None:
     return SnapshotRoute(group.request.adapter) if group.request.adapter else None
 
 
-def _cohort_key(group: SequenceGroup) -> tuple[tuple[bool, str, int], int]:
+def _cohort_key(group: SequenceGroup) -> tuple[RowOrder, int]:
     """Returns the sort key of a group: by adapter, then by the length of the prompt."""
     return group.sort_key, group.prompt_length

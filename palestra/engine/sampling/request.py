@@ -19,7 +19,7 @@ from palestra.core.types import SamplingMask
 from palestra.engine.bases.model import Engine
 from palestra.engine.cache.kv_pages import CacheSlot
 from palestra.engine.forward.length_limit import position_limit
-from palestra.engine.lora.adapters import Snapshot, row_order
+from palestra.engine.lora.adapters import RowOrder, Snapshot, row_order
 from palestra.engine.sampling.token_sampling import SamplingConfig
 
 MAX_MERGED_CHARS = 4  # characters that a tokenizer's normaliser may merge into one
@@ -141,12 +141,12 @@ class SequenceGroup:
     @property
     def snapshot_id(self) -> int:
         """Id of the snapshot that computes the prompt; 0 for the bare base."""
-        return self.sort_key[2]
+        return self.sort_key[-1]
 
     @property
     def adapter_name(self) -> str:
         """Name of the adapter's snapshot; "" for the bare base."""
-        return self.sort_key[1]
+        return self.sort_key[2]
 
     def replace_adapter(self, adapter: Snapshot, *, keep_kv: bool) -> None:
         """Sets the adapter of the tokens to come. Without `keep_kv` no keys and values are stored for a later turn."""
@@ -160,7 +160,7 @@ class SequenceGroup:
         return self.snapshot_id, np.asarray(self.request.prompt_ids, np.int64).tobytes()
 
     @cached_property
-    def sort_key(self) -> tuple[bool, str, int]:
+    def sort_key(self) -> RowOrder:
         """Sort key: by adapter, the bare base last."""
         return row_order(self.request.adapter)
 

@@ -23,7 +23,7 @@ from palestra.engine.bases.model import Engine
 from palestra.engine.forward.flat_row import packs
 from palestra.engine.forward.logits import row_chunks, widen
 from palestra.engine.forward.tree_attention import Forest, TreeLayout, build_forest, concat_forests
-from palestra.engine.lora.adapters import Snapshot, row_order
+from palestra.engine.lora.adapters import RowOrder, Snapshot, row_order
 from palestra.engine.lora.routes import AdapterStack, MultiAdapterRoute
 from palestra.engine.sampling.request import check_prompt, check_top_logprobs
 
@@ -109,7 +109,7 @@ def _micro_batches(questions: Sequence[ScoreRequest], tokens: int) -> Iterator[l
     return packs(order, lambda i: len(questions[i].ids), tokens)
 
 
-def _owner(question: ScoreRequest) -> tuple[bool, str, int]:
+def _owner(question: ScoreRequest) -> RowOrder:
     return row_order(question.adapter)
 
 

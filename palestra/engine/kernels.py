@@ -1,9 +1,13 @@
-"""Triton kernels of decoding steps (paged_attention.py, rotary.py). Imported on CUDA only: Triton comes with torch for
-CUDA.
+"""Triton kernels: attention over pages and rotary embeddings of decoding steps (paged_attention.py, rotary.py), and
+low-rank products by row (low_rank.py). Imported on CUDA only: Triton comes with torch for CUDA.
 
 A program of `attend_to_share` attends to one share of the pages of a row, for the query heads of one key-value head; a
 program of `combine_shares` makes the output of one head of a row; `write_tokens` and `rotate` have one for each head of
 a row.
+
+A program of `reduce_rows` and `add_outputs` has a tile of rows. It goes through the adapters that these rows use, one
+after another: rows of another adapter count as 0. `reduce_rows` computes 16 columns of `x A'` from a share of the
+inputs, `add_outputs` adds a block of the outputs of `B`.
 """
 
 from __future__ import annotations
@@ -136,3 +140,72 @@ def rotate(
     kind = out_q_ptr.dtype.element_ty
     tl.store(out, (low * cos_low - high * sin_low).to(kind), mask=is_real)
     tl.store(out + HALF, (high * cos_high + low * sin_high).to(kind), mask=is_real)
+
+
+@triton.jit
+def reduce_rows(
+    x_ptr, a_ptr, first_ptr, rank_ptr, inner_ptr,
+    rows, x_row, all_columns, inputs, each, shares, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    chunks = width // COLUMNS
+    layer = tl.program_id(1) // chunks
+    chunk = tl.program_id(1) % chunks
+    share = tl.program_id(2)
+    at = tl.program_id(0) * ROWS
+    end = tl.minimum(at + ROWS, rows)
+    row = at + tl.arange(0, ROWS).to(tl.int64)
+    column = chunk * COLUMNS + tl.arange(0, COLUMNS)
+    first_R = tl.load(first_ptr + row, mask=row < rows, other=-2)
+    inner = tl.zeros([ROWS, COLUMNS], tl.float32)
+    while at < end:
+        first = tl.load(first_ptr + at)
+        rank = tl.load(rank_ptr + at)
+        own = first_R == first
+        if chunk * COLUMNS < rank:
+            a_row = layer * all_columns + first + column.to(tl.int64)
+            for start in range(share * each, tl.minimum((share + 1) * each, inputs), BLOCK):
+                i = start + tl.arange(0, BLOCK)
+                x_at = x_ptr + row[:, None] * x_row + i[None, :]
+                a_at = a_ptr + a_row[:, None] * inputs + i[None, :]
+                x = tl.load(x_at, mask=own[:, None] & (i < inputs)[None, :], other=0.0)
+                a = tl.load(a_at, mask=(column < rank)[:, None] & (i < inputs)[None, :], other=0.0)
+                inner += tl.dot(x, tl.trans(a), input_precision="ieee")
+        at += tl.sum(own.to(tl.int32), 0)
+    place = ((layer * shares + share) * rows + row) * width
+    tl.store(inner_ptr + place[:, None] + column[None, :], inner, mask=(row < rows)[:, None])
+
+
+@triton.jit
+def add_outputs(
+    inner_ptr, b_ptr, block_ptr, first_ptr, rank_ptr, y_ptr,
+    rows, y_row, outputs, shares, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = block_ptr + 3 * tl.program_id(1)
+    layer = tl.load(block)
+    o = tl.load(block + 1) + tl.arange(0, BLOCK)
+    is_output = o < tl.load(block + 2)
+    at = tl.program_id(0) * ROWS
+    end = tl.minimum(at + ROWS, rows)
+    row = at + tl.arange(0, ROWS).to(tl.int64)
+    first_R = tl.load(first_ptr + row, mask=row < rows, other=-2)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    while at < end:
+        first = tl.load(first_ptr + at)
+        rank = tl.load(rank_ptr + at)
+        own = first_R == first
+        for start in range(0, rank, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            inner = tl.zeros([ROWS, COLUMNS], tl.float32)
+            for share in range(0, shares):
+                place = ((layer * shares + share) * rows + row) * width
+                inner += tl.load(inner_ptr + place[:, None] + column[None, :], mask=own[:, None], other=0.0)
+            b_at = b_ptr + (first + column.to(tl.int64))[:, None] * outputs + o[None, :]
+            b = tl.load(b_at, mask=(column < rank)[:, None] & is_output[None, :], other=0.0)
+            total += tl.dot(inner.to(b.dtype), b, input_precision="ieee")
+        at += tl.sum(own.to(tl.int32), 0)
+    y_at = y_ptr + row[:, None] * y_row + o[None, :]
+    is_real = (row < rows)[:, None] & is_output[None, :]
+    y = tl.load(y_at, mask=is_real, other=0.0)
+    tl.store(y_at, (y.to(tl.float32) + total).to(y.dtype), mask=is_real)

@@ -1,0 +1,141 @@
+"""Low-rank products by row: every way gives the products of each row alone, with 64 adapters of mixed ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.recorded_steps import assert_equal_answers, recording, requests, snapshots
+from helpers.tolerances import LOGPROB_ATOL
+from hypothesis import given
+from hypothesis import strategies as st
+
+from palestra.engine.lora.low_rank import RowColumns, add_by_masks, add_by_runs, columns_of, padded_rank, runs_of
+from palestra.engine.lora.routes import AdapterStack, MultiAdapterRoute
+from palestra.engine.sampling.sampler import Sampler
+from palestra.testing import tiny_lm
+
+ROOT = Path(__file__).parents[3]
+TRITON = ROOT / ".cache/triton"
+MIXED_RANKS = [1, 2, 4, 8, 16, 32, 64, 128] * 8
+
+blocks = st.lists(st.tuples(st.integers(0, 60), st.sampled_from([1, 2, 7, 8, 33])), min_size=1, max_size=12)
+
+
+def matrices(counts, ranks, inputs=24, outputs=20):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(sum(counts), inputs), (sum(counts), outputs), (sum(ranks), inputs), (sum(ranks), outputs)]
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def products_of_rows(x, y, a, b, counts, ranks):
+    """Each row alone, in float64."""
+    expected = y.double()
+    first_R, rank_R = columns_of(counts, ranks)
+    for row, (first, rank) in enumerate(zip(first_R.tolist(), rank_R.tolist(), strict=True)):
+        own = slice(first, first + rank)
+        expected[row] += x[row].double() @ a[own].double().T @ b[own].double()
+    return expected
+
+
+@given(blocks)
+def test_runs_and_masks_give_the_products_of_each_row(given_blocks):
+    counts, ranks = (list(values) for values in zip(*given_blocks, strict=True))
+    x, y, a, b = matrices(counts, ranks)
+    expected = products_of_rows(x, y, a, b, counts, ranks)
+    by_runs = y.clone()
+    add_by_runs(x, by_runs, a, b, runs_of(counts, ranks, x.device))
+    first_R, rank_R = torch.tensor(columns_of(counts, ranks))
+    by_masks = y.clone()
+    add_by_masks(x, by_masks, a[None], b, [b.shape[1]], RowColumns(first_R, rank_R, padded_rank(ranks)))
+    for found in (by_runs, by_masks):
+        torch.testing.assert_close(found.double(), expected, atol=1e-5 * max(ranks), rtol=1e-5)
+
+
+@given(blocks)
+def test_a_run_computes_at_most_half_as_many_rows_again(given_blocks):
+    counts, ranks = (list(values) for values in zip(*given_blocks, strict=True))
+    found = iter([max(count, 16) for count in counts if count])
+    for run in runs_of(counts, ranks, torch.device("cpu")):
+        assert run.adapters * run.width <= 1.5 * sum(next(found) for _ in range(run.adapters))
+        assert (run.columns.stop - run.columns.start) % run.adapters == 0
+    assert next(found, None) is None
+
+
+def test_equal_blocks_of_one_rank_are_one_product():
+    assert len(runs_of([8] * 64, [16] * 64, torch.device("cpu"))) == 1
+    ranks = sorted(MIXED_RANKS)
+    assert len(runs_of([8] * 64, ranks, torch.device("cpu"))) == 8
+
+
+def test_64_adapters_of_mixed_ranks_answer_as_each_alone():
+    """In one batch, plain and by recorded steps: 2,040 columns, and the bare base beside them."""
+    engine = tiny_lm(1, initializer_range=0.2)
+    adapters = [*snapshots(engine, *MIXED_RANKS), None]
+    asked = [request for adapter in adapters for request in requests([adapter], count=1, tokens=5)]
+    sampler, graphs = recording(engine)
+    for _ in range(2):
+        recorded = sampler.sample_all(asked)
+    assert graphs.num_repeated > 4 and not graphs.refusal
+    together = Sampler(engine).sample_all(asked)
+    alone = [Sampler(engine).sample_all([request])[0] for request in asked]
+    assert_equal_answers(together, alone)
+    assert_equal_answers(recorded, alone)
+
+
+def test_an_adapter_of_fewer_layers_or_lower_ranks_leaves_the_others_alone():
+    """A stack has room for the largest rank of each adapter at every layer; what it does not use adds nothing."""
+    engine = tiny_lm(1, initializer_range=0.2)
+    first, second = snapshots(engine, 3, 5)
+    name = next(iter(first.weights))
+    a, b = second.weights[name]
+    second.weights = {name: (a[:2], b[:, :2])}
+    stack = AdapterStack([first, second], engine.linear_layers)
+    x = torch.randn(6, a.shape[1])
+    route = MultiAdapterRoute(stack, [2, 3])
+    for layer in first.weights:
+        if stack.linears[layer].in_features != x.shape[1]:
+            continue
+        found = route.linear(layer, x, stack.linears[layer]) - stack.linears[layer](x)
+        expected = torch.zeros_like(found)
+        for rows, snapshot in ((slice(0, 2), first), (slice(2, 5), second)):
+            if pair := snapshot.weights.get(layer):
+                expected[rows] = x[rows] @ pair[0].T @ pair[1].T
+        torch.testing.assert_close(found, expected, atol=LOGPROB_ATOL, rtol=0)
+
+
+# ---- the kernels, in a process of its own: Triton interprets them on a CPU
+
+
+def by_triton(*arguments, **environment):
+    if not (TRITON / ".installed").exists():
+        pytest.skip("Triton is not there: `make test` installs it on Linux")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(TRITON)])
+    command = [sys.executable, str(ROOT / "tests/helpers/interpreted_kernels.py"), *arguments]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path} | environment, capture_output=True, text=True, check=False
+    )
+    assert not done.returncode, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(300)
+def test_kernels_give_the_numbers_of_plain_torch():
+    gaps = by_triton(TRITON_INTERPRET="1")
+    assert len(gaps) == 10
+    assert max(gaps.values()) < 1e-5, gaps
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kernels_compile_for_gpus():
+    """For two generations of GPUs and three dtypes: six kernels."""
+    assert by_triton("compile") == 6 * 3 * 2
+
+
+def test_columns_of_rows():
+    assert columns_of([2, 0, 1, 2], [3, 5, 4, 0]).tolist() == [[0, 0, 8, 12, 12], [3, 3, 4, 0, 0]]
+    assert [padded_rank(ranks) for ranks in ([1], [16, 4], [17])] == [16, 16, 32]
