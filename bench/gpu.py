@@ -3,6 +3,7 @@
     python bench/gpu.py            SmolLM2-135M's and Qwen3-0.6B's shapes (random weights), about 5 minutes
     python bench/gpu.py --quick    the same with fewer steps and one size of TRL's micro-batches
     python bench/gpu.py --shapes 1.7b --alone    another shape, without TRL
+    python bench/gpu.py --adapters --shapes 1.7b --alone    also steps of several adapters
 
 A step has 16 prompts of 96 tokens with 8 answers of 128 tokens each, one LoRA adapter of rank 16, bfloat16. Times are
 wall seconds, the best of several steps. TRL runs in this Python if it is installed, with transformers' `generate`, no
@@ -16,6 +17,12 @@ reference model, and micro-batches of 32 and 128 answers. Figures, by shape:
                            rate, over the seconds of training
     step_vs_trl            whole steps per second over TRL's
     peak_vs_trl            peak GPU memory over TRL's
+    adapters16_sample_vs_1, adapters64_sample_vs_1
+                           with --adapters: sampled tokens per second with so many adapters of ranks 4 to 40 in one
+                           batch of 64 prompts, over those with one of rank 16
+    adapters16_step_vs_1, adapters64_step_vs_1
+                           the same for whole steps, in which the adapters are trained one after another
+    adapters64_peak_vs_1   peak GPU memory of such a step over that with one adapter
 """
 
 from __future__ import annotations
@@ -47,7 +54,10 @@ SHAPES = {
     "135m": qwen3_config(49152, hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp=1536),
     "0.6b": qwen3_06b_config(),
     "1.7b": qwen3_config(151936, hidden=2048, layers=28, heads=16, head_dim=128, mlp=6144),
+    "4b": qwen3_config(151936, hidden=2560, layers=36, heads=32, head_dim=128, mlp=9728),
 }
+MIXED_RANKS = [4, 8, 12, 16, 16, 16, 16, 40]  # their mean is RANK
+ADAPTER_TARGETS = {"adapters16_step_vs_1": 0.8, "adapters64_step_vs_1": 0.7, "adapters64_peak_vs_1": 1.3}
 TARGETS = {"graphs_vs_plain": 1.0, "step_vs_trl": 3.5, "peak_vs_trl": 0.33}
 console = Console(width=120)
 
@@ -145,6 +155,34 @@ def measured(shape: str, folder: str, *, repeats: int) -> dict[str, float]:
     }
 
 
+def several_adapters(ours: Ours, *, repeats: int) -> dict[str, float]:
+    """Figures of steps with 16 and 64 adapters of mixed ranks in one batch, over those with one."""
+    found = {}
+    prompts = ids(4 * GROUPS, PROMPT)
+    for number in (1, 16, 64):
+        ranks = [RANK] if number == 1 else MIXED_RANKS * (number // len(MIXED_RANKS))
+        trainers = [AdapterWeights(ours.engine, adapter) for adapter in ours.adapters_of(ranks)]
+
+        def sample(trainers: list[AdapterWeights] = trainers) -> list[list[Any]]:
+            snapshots = [trainer.snapshot(f"{i:02}") for i, trainer in enumerate(trainers)]
+            return ours.sample(prompts, K, NEW, [snapshot for snapshot in snapshots if snapshot])
+
+        def step(trainers: list[AdapterWeights] = trainers, sample: Callable[[], list[list[Any]]] = sample) -> None:
+            groups = sample()
+            for i, trainer in enumerate(trainers):
+                ours.train(trainer, prompts[i :: len(trainers)], groups[i :: len(trainers)])
+
+        step()
+        torch.cuda.reset_peak_memory_stats()
+        found[number] = clock(sample, repeats), clock(step, repeats), torch.cuda.max_memory_allocated()
+        console.print(f"{number} adapters: sampling {found[number][0]:.2f} s, whole step {found[number][1]:.2f} s")
+    figures = {}
+    for number in (16, 64):
+        figures[f"adapters{number}_sample_vs_1"] = found[1][0] / found[number][0]
+        figures[f"adapters{number}_step_vs_1"] = found[1][1] / found[number][1]
+    return figures | {"adapters64_peak_vs_1": found[64][2] / found[1][2]}
+
+
 def trl_steps(folder: str, *, quick: bool) -> dict[str, float]:
     """TRL's steps with its fastest micro-batch size: seconds, and the least peak GPU memory in GiB of all sizes."""
     prompts = Path(folder) / "prompts.json"
@@ -165,6 +203,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["135m", "0.6b"])
     parser.add_argument("--alone", action="store_true", help="without TRL")
+    parser.add_argument("--adapters", action="store_true", help="also steps of several adapters")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         absent("a CUDA device. On a CPU, run bench/lm.py.")
@@ -179,6 +218,9 @@ def main() -> None:
             console.print(f"{shape}: {json.dumps(found)}")  # before TRL, which takes long
             names = ("sample_tokens_per_s", "sample_of_limit", "graphs_vs_plain", "train_of_limit")
             figures |= {f"{name}_{shape}": found["palestra"][name] for name in names}
+            if given.adapters:
+                several = several_adapters(Ours(folder, RANK, device="cuda"), repeats=2)
+                figures |= {f"{name}_{shape}": value for name, value in several.items()}
             if not given.alone and find_spec("trl"):
                 torch.cuda.empty_cache()
                 found["TRL"] = trl_steps(folder, quick=given.quick)
@@ -190,7 +232,8 @@ def main() -> None:
             cells = [f"{row[name]:.2f}" for name in ("sample_s", "train_s", "step_s", "peak_gib")]
             table.add_row(f"{shape} {who}", *cells)
     console.print(table)
-    targets = {f"{name}_{shape}": value for name, value in TARGETS.items() for shape in given.shapes}
+    wanted = TARGETS | (ADAPTER_TARGETS if given.adapters else {})
+    targets = {f"{name}_{shape}": value for name, value in wanted.items() for shape in given.shapes}
     finish("gpu", figures, targets, is_stored=not given.quick)
 
 
