@@ -21,11 +21,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from palestra.engine.forward.linear import linear, matmul
 
 MIN_BLOCK = 16  # smaller blocks take a CPU as long
 MAX_PADDING_RATIO = 1.5  # maximum ratio of computed to needed rows of a batched product
@@ -40,16 +42,35 @@ MIN_PROGRAMS = 256  # inputs are shared out until there are as many programs: ab
 # -- batched products --------------------------------------------------------------------------------------------------
 
 
+class Padding(NamedTuple):
+    """How blocks of several sizes become blocks of one: the row of each padded index, the padded index of each row, and
+    which padded indices are rows, bool [n, w, 1]."""
+
+    row_X: Tensor
+    index_R: Tensor
+    is_row_nw1: Tensor
+
+
 class Run(NamedTuple):
     """Consecutive blocks of adapters of one rank, for one batched product: their rows and columns, the number of
-    adapters, the rows of the largest block, and if blocks differ in rows, the row of each padded index and the padded
-    index of each row."""
+    adapters, and the rows of the largest block."""
 
     rows: slice
     columns: slice
     adapters: int
     width: int
-    padding: tuple[Tensor, Tensor] | None
+    padding: Padding | None
+
+    def blocks(self, x_Ri: Tensor) -> Tensor:
+        """Returns the rows of `x_Ri` by adapter [n, w, i], padded with rows of the same block."""
+        x = x_Ri[self.rows]
+        if self.padding is not None:
+            x = x.index_select(0, self.padding.row_X)
+        return x.view(self.adapters, self.width, -1)
+
+    def matrices(self, a_Ti: Tensor) -> Tensor:
+        """Returns the rows of `a_Ti` by adapter [n, r, i]."""
+        return a_Ti[self.columns].view(self.adapters, -1, a_Ti.shape[1])
 
 
 def runs_of(counts: Sequence[int], ranks: Sequence[int], device: torch.device) -> list[Run]:
@@ -67,24 +88,25 @@ def runs_of(counts: Sequence[int], ranks: Sequence[int], device: torch.device) -
 
 
 def _alike(counts: Sequence[int], ranks: Sequence[int]) -> Iterator[range]:
-    """Yields ranges of consecutive blocks of one rank that need little padding; empty blocks are left out."""
+    """Yields ranges of consecutive blocks of one rank that need little padding; blocks without rows or without an
+    adapter are left out."""
     start = width = need = 0
     for i, (count, rank) in enumerate(zip(counts, ranks, strict=True)):
         rows = max(count, MIN_BLOCK)
         padded = max(width, rows) * (i - start + 1)
-        if not count or rank != ranks[start] or padded > MAX_PADDING_RATIO * (need + rows):
+        if not count * rank or rank != ranks[start] or padded > MAX_PADDING_RATIO * (need + rows):
             if i > start:
                 yield range(start, i)
-            start = i + (not count)
+            start = i + (not count * rank)
             width = need = 0
-        if count:
+        if count * rank:
             width = max(width, rows)
             need += rows
     if start < len(counts):
         yield range(start, len(counts))
 
 
-def _padding(counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+def _padding(counts: Sequence[int], device: torch.device) -> Padding:
     width = max(counts)
     rows = []
     places = []
@@ -93,24 +115,78 @@ def _padding(counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tenso
         rows += [start + min(j, count - 1) for j in range(width)]
         places += [i * width + j for j in range(count)]
         start += count
-    return torch.tensor(rows, device=device), torch.tensor(places, device=device)
+    is_row = torch.arange(width)[None, :, None] < torch.tensor(counts)[:, None, None]
+    return Padding(torch.tensor(rows, device=device), torch.tensor(places, device=device), is_row.to(device))
+
+
+def reduce_rows(x_Ri: Tensor, a_Ti: Tensor, runs: Sequence[Run]) -> list[Tensor]:
+    """Returns `x A'` of each run, by adapter [n, w, r]."""
+    return [_batched(run.blocks(x_Ri), run.matrices(a_Ti).mT) for run in runs]
+
+
+def _batched(left: Tensor, right: Tensor) -> Tensor:
+    if len(left) == 1:
+        return (left[0] @ right[0])[None]  # takes less time than a batch of one
+    return torch.bmm(left, right)
+
+
+def add_outputs(inners: Sequence[Tensor], y_Ro: Tensor, b_To: Tensor, runs: Sequence[Run]) -> None:
+    """Adds to `y_Ro` the products of `inners`, which `reduce_rows` returned, and B."""
+    for inner_nwr, run in zip(inners, runs, strict=True):
+        y = y_Ro[run.rows]
+        b_nro = run.matrices(b_To)
+        if run.adapters == 1:
+            y.addmm_(inner_nwr[0], b_nro[0])
+        elif run.padding is None:
+            y.view(run.adapters, run.width, -1).baddbmm_(inner_nwr, b_nro)
+        else:
+            y += torch.bmm(inner_nwr, b_nro).flatten(0, 1).index_select(0, run.padding.index_R)
 
 
 def add_by_runs(x_Ri: Tensor, y_Ro: Tensor, a_Ti: Tensor, b_To: Tensor, runs: Sequence[Run]) -> None:
     """Adds to `y_Ro` the output of each row's adapter at one layer."""
-    for run in runs:
-        x, y = x_Ri[run.rows], y_Ro[run.rows]
-        a, b = a_Ti[run.columns], b_To[run.columns]
-        if run.adapters == 1:
-            y.addmm_(x @ a.T, b)
-            continue
-        blocks = x if run.padding is None else x.index_select(0, run.padding[0])
-        inner = torch.bmm(blocks.view(run.adapters, run.width, -1), a.view(run.adapters, -1, a.shape[1]).mT)
-        b = b.view(run.adapters, -1, b.shape[1])
-        if run.padding is None:
-            y.view(run.adapters, run.width, -1).baddbmm_(inner, b)
-        else:
-            y += torch.bmm(inner, b).flatten(0, 1).index_select(0, run.padding[1])
+    add_outputs(reduce_rows(x_Ri, a_Ti, runs), y_Ro, b_To, runs)
+
+
+def sum_of_products(inners: Sequence[Tensor], x_Ri: Tensor, num_columns: int, runs: Sequence[Run]) -> Tensor:
+    """Returns the sums over the rows of each adapter of its columns of `inners` times `x_Ri` [T, i]."""
+    total_Ti = x_Ri.new_zeros(num_columns, x_Ri.shape[1])
+    for inner_nwr, run in zip(inners, runs, strict=True):
+        if run.padding is not None:
+            inner_nwr = inner_nwr * run.padding.is_row_nw1
+        torch.bmm(inner_nwr.mT, run.blocks(x_Ri), out=run.matrices(total_Ti))
+    return total_Ti
+
+
+class GroupedLinear(torch.autograd.Function):
+    """`x W' + bias + (x A') B` with a frozen `W`, where each row has the A and B of its own adapter."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a_Ti: Tensor, b_To: Tensor, runs: Sequence[Run]
+    ) -> Tensor:
+        rows = x.flatten(0, -2)
+        inners = reduce_rows(rows, a_Ti, runs)
+        out = linear(rows, weight, bias)
+        add_outputs(inners, out, b_To, runs)
+        ctx.save_for_backward(x, weight, a_Ti, b_To, *inners)
+        ctx.runs = runs
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a_Ti, b_To, *inners = ctx.saved_tensors
+        rows = x.flatten(0, -2)
+        grad_rows = grad.flatten(0, -2)
+        grad_inners = reduce_rows(grad_rows, b_To, ctx.runs)
+        grad_a = sum_of_products(grad_inners, rows, len(a_Ti), ctx.runs)
+        grad_b = sum_of_products(inners, grad_rows, len(b_To), ctx.runs)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = matmul(grad_rows, weight)
+            add_outputs(grad_inners, grad_x, a_Ti, ctx.runs)
+            grad_x = grad_x.view_as(x)
+        return grad_x, None, None, grad_a, grad_b, None
 
 
 # -- products by the place of each row's adapter -----------------------------------------------------------------------
@@ -162,7 +238,7 @@ def add_by_kernels(
     x_Ri: Tensor, y_Ro: Tensor, a_LTi: Tensor, b_To: Tensor, sizes: Sequence[int], columns: RowColumns
 ) -> None:
     """Does what `add_products` does, by two kernels."""
-    from palestra.engine.kernels import add_outputs, reduce_rows
+    from palestra.engine import kernels
 
     (rows, inputs), (layers, all_columns, _) = x_Ri.shape, a_LTi.shape
     tile = 16 if rows <= FEW_ROWS else 64
@@ -173,12 +249,12 @@ def add_by_kernels(
     each = -(-blocks_of_inputs // shares) * BLOCK_INPUTS
     inner = x_Ri.new_empty(layers * shares, rows, columns.width, dtype=torch.float32)
     tiling = {"ROWS": tile, "COLUMNS": TILE_COLUMNS}
-    reduce_rows[tiles, chunks, shares](
+    kernels.reduce_rows[tiles, chunks, shares](
         x_Ri, a_LTi, columns.first_R, columns.rank_R, inner,
         rows, x_Ri.stride(0), all_columns, inputs, each, shares, columns.width, BLOCK=BLOCK_INPUTS, **tiling,
     )  # fmt: skip
     block_X3 = _blocks_of_outputs(tuple(sizes), x_Ri.device)
-    add_outputs[tiles, len(block_X3)](
+    kernels.add_outputs[tiles, len(block_X3)](
         inner, b_To, block_X3, columns.first_R, columns.rank_R, y_Ro,
         rows, y_Ro.stride(0), sum(sizes), shares, columns.width, BLOCK=BLOCK_OUTPUTS, **tiling,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,11 +29,13 @@ from palestra.engine.bases.model import Engine
 from palestra.engine.forward.flat_row import packs
 from palestra.engine.forward.logits import fits_at_once, widen
 from palestra.engine.forward.tree_attention import Forest, TreeLayout, build_forest, concat_forests
-from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.adapters import Adapter, own_output
+from palestra.engine.lora.low_rank import GroupedLinear, Run, runs_of
 from palestra.engine.lora.routes import SingleAdapterRoute, count_kept_rows
 from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.engine.training.head import LMHead, ScoredTokens, score_tokens
 
+MAX_GROUPED_ROWS = 512  # an adapter, on average: with more rows, adding it to the weights takes a CPU less time
 ReadLogits = Callable[[Tensor, slice], Tensor]
 
 
@@ -89,15 +91,32 @@ class BlockRoute:
     def __init__(self, adapters: Sequence[Adapter], counts: Sequence[int]) -> None:
         self.routes = [SingleAdapterRoute(adapter) for adapter in adapters]
         self.counts = list(counts)
+        self._runs: dict[tuple[int, ...], list[Run]] = {}  # by the adapters' ranks at a layer
 
     def blocks(self, rows: int) -> list[tuple[SingleAdapterRoute, int]]:
         return list(zip(self.routes, self.counts, strict=True))
 
-    def linear(self, name: str, x: Tensor, layer: nn.Module) -> Tensor:
+    def linear(self, name: str, x: Tensor, layer: Any) -> Tensor:
         if len(self.routes) == 1:
             return self.routes[0].linear(name, x, layer)  # no copy
+        owners = [route.owner for route in self.routes]
+        is_small = x.is_cuda or sum(self.counts) <= MAX_GROUPED_ROWS * len(owners)
+        if is_small and type(layer) is nn.Linear and all(owner.mergeable for owner in owners):
+            return self._grouped(name, x, layer, owners)
         blocks = zip(self.routes, x.split(self.counts, dim=-2), strict=True)
         return torch.cat([route.linear(name, block, layer) for route, block in blocks], dim=-2)
+
+    def _grouped(self, name: str, x: Tensor, layer: nn.Linear, owners: Sequence[Adapter]) -> Tensor:
+        ranks = tuple(len(owner.weights[name][0]) if name in owner.weights else 0 for owner in owners)
+        adapted = [owner for owner, rank in zip(owners, ranks, strict=True) if rank]
+        if not adapted:
+            return own_output(layer, x)
+        if ranks not in self._runs:
+            self._runs[ranks] = runs_of(self.counts, ranks, x.device)
+        scale_T = np.repeat([owner.scale_of(name) for owner in adapted], [rank for rank in ranks if rank])
+        a_Ti = torch.cat([owner.weights[name][0] for owner in adapted])
+        b_To = torch.cat([owner.weights[name][1].T for owner in adapted]) * a_Ti.new_tensor(scale_T)[:, None]
+        return GroupedLinear.apply(x, layer.weight, layer.bias, a_Ti.to(x.dtype), b_To.to(x.dtype), self._runs[ranks])
 
     def narrow(self, keep_M: Tensor) -> BlockRoute:
         return BlockRoute([route.owner for route in self.routes], count_kept_rows(self.counts, keep_M))

@@ -13,7 +13,15 @@ from helpers.tolerances import LOGPROB_ATOL
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.engine.lora.low_rank import RowColumns, add_by_masks, add_by_runs, columns_of, padded_rank, runs_of
+from palestra.engine.lora.low_rank import (
+    GroupedLinear,
+    RowColumns,
+    add_by_masks,
+    add_by_runs,
+    columns_of,
+    padded_rank,
+    runs_of,
+)
 from palestra.engine.lora.routes import AdapterStack, MultiAdapterRoute
 from palestra.engine.sampling.sampler import Sampler
 from palestra.testing import tiny_lm
@@ -53,6 +61,25 @@ def test_runs_and_masks_give_the_products_of_each_row(given_blocks):
     add_by_masks(x, by_masks, a[None], b, [b.shape[1]], RowColumns(first_R, rank_R, padded_rank(ranks)))
     for found in (by_runs, by_masks):
         torch.testing.assert_close(found.double(), expected, atol=1e-5 * max(ranks), rtol=1e-5)
+
+
+@given(blocks)
+def test_gradients_of_grouped_products_are_those_of_each_row(given_blocks):
+    """For blocks of any sizes, and blocks without an adapter: the products of each row's own matrices, by autograd."""
+    counts, ranks = (list(values) for values in zip(*given_blocks, strict=True))
+    counts, ranks = [*counts, 3], [*ranks, 0]
+    x, y, a, b = matrices(counts, ranks)
+    weight = torch.randn(y.shape[1], x.shape[1], generator=torch.Generator().manual_seed(1))
+    leaves = [leaf.requires_grad_() for leaf in (x, a, b)]
+    found = GroupedLinear.apply(x, weight, None, a, b, runs_of(counts, ranks, x.device))
+    first_R, rank_R = columns_of(counts, ranks)
+    owns = [slice(first, first + rank) for first, rank in zip(first_R.tolist(), rank_R.tolist(), strict=True)]
+    expected = torch.stack([row @ weight.T + (row @ a[own].T) @ b[own] for row, own in zip(x, owns, strict=True)])
+    torch.testing.assert_close(found, expected, atol=1e-5 * max(ranks), rtol=1e-5)
+    ours = torch.autograd.grad((found * y).sum(), leaves)
+    theirs = torch.autograd.grad((expected * y).sum(), leaves)
+    for gradient, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(gradient, other, atol=1e-5 * len(y), rtol=1e-4)
 
 
 @given(blocks)

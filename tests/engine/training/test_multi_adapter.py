@@ -22,6 +22,7 @@ from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.scoring import ScoreRequest, score_prompts
 from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training import multi_adapter
 from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.engine.training.multi_adapter import Job, JobLossFunction, JobLossInputs, JobResult, train_jobs
 from palestra.engine.training.peft_format import load_adapter, save_adapter
@@ -93,8 +94,12 @@ def assert_close(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], t
         torch.testing.assert_close(a, b, atol=tolerance, rtol=1e-4)
 
 
-@pytest.mark.parametrize("pack_tokens", [10_000, 40, 1])
-def test_joint_training_of_adapters_equals_separate_training(engine: Engine, pack_tokens: int) -> None:
+@pytest.mark.parametrize(("pack_tokens", "grouped_rows"), [(10_000, 512), (40, 512), (1, 512), (10_000, 0)])
+def test_joint_training_of_adapters_equals_separate_training(
+    engine: Engine, pack_tokens: int, grouped_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By products of all adapters together, and with 0 rows grouped by those of each alone."""
+    monkeypatch.setattr(multi_adapter, "MAX_GROUPED_ROWS", grouped_rows)
     loss = build_loss("ppo", {})
     together, alone = trainers(engine), trainers(engine)
     outcomes = run(engine, [Job(t, datums(i), loss) for i, t in enumerate(together)], pack_tokens)
