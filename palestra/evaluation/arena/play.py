@@ -31,7 +31,7 @@ OnProgress = Callable[[str, int, int], None]  # called with the game, and the nu
 
 @dataclass(frozen=True)
 class ArenaOptions:
-    """What is played: the `games`, `count` games against each reference player (half at each seat), with `seed`, and
+    """The games to play: `games`, `count` games against each reference player (half at each seat), with `seed`, and
     the texts' `rendering` ("": as the player was trained, else full)."""
 
     games: Sequence[str]

@@ -1,4 +1,4 @@
-"""Results of the arena: scores against each opponent, and what follows from them.
+"""Results of the arena: scores against each opponent, and the ratings computed from them.
 
 Shapes: `R` reference players.
 """
@@ -72,7 +72,7 @@ Scores = Mapping[str, Mapping[str, Score]]  # by game and opponent
 
 @dataclass(frozen=True)
 class ArenaResult:
-    """What one player did in the arena. `exploitability` is by game, where it can be computed; `notes` say why games
+    """A player's scores in the arena. `exploitability` is by game, where it can be computed; `notes` say why games
     were forfeited."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -166,7 +166,7 @@ class Standing:
 
 
 class ReferenceRatings:
-    """Elo of the reference players, and their equilibrium: what players are measured by."""
+    """Elo of the reference players, and their equilibrium, to which players are compared."""
 
     def __init__(self, references: Sequence[ArenaResult]) -> None:
         self.names = [result.player for result in references]

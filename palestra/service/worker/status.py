@@ -1,4 +1,4 @@
-"""What the worker reports of itself for the console."""
+"""Figures of the worker for the console: memory, models, work by API key."""
 
 from __future__ import annotations
 

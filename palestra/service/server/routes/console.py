@@ -1,4 +1,4 @@
-"""The route of the console: the whole server at a glance, for whoever runs it."""
+"""The route of the console: sessions, queues, models, memory and errors, for the server's operator."""
 
 from __future__ import annotations
 

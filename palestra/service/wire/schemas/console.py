@@ -1,4 +1,4 @@
-"""What the server tells whoever runs it: `GET /api/v1/console`, and the part of it that the worker reports.
+"""The server's state for its operator: `GET /api/v1/console`, and the part of it that the worker reports.
 
 Times are seconds since 1970. Neither keys nor what clients sent are in it.
 """
