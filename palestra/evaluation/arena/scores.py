@@ -182,8 +182,11 @@ class ReferenceRatings:
         return [met.get(name, 0.0) for name in self.names]
 
     def stand(self, result: ArenaResult) -> Standing:
-        """Returns a player's standing. Raises ValueError if it played no rated game."""
+        """Returns a player's standing. Raises ValueError if it played no rated game, or against other players."""
         met = result.by_opponent()
+        if unknown := met.keys() - set(self.names):
+            other = min(unknown)
+            raise ValueError(f"{result.player} met {other}, no reference player of this version: let it play again")
         if not met:
             raise ValueError(f"{result.player} has played no game that counts for ratings: {', '.join(RATED_GAMES)}")
         elo, stderr = self._elo(met)

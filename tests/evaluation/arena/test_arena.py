@@ -111,6 +111,15 @@ def test_a_reference_player_is_rated_as_among_its_own(
         assert standing.worst == min(score.share for score in shipped[name].by_opponent().values())
 
 
+def test_a_result_against_players_of_another_version_is_refused(
+    shipped: dict[str, ArenaResult], ratings: ReferenceRatings
+) -> None:
+    (game, scores), *_ = shipped["random"].scores.items()
+    other = replace(shipped["random"], player="x", scores={game: {"oracle": next(iter(scores.values()))}})
+    with pytest.raises(ValueError, match="x met oracle, no reference player of this version: let it play again"):
+        ratings.stand(other)
+
+
 def test_results_are_read_as_written(tmp_path: Path, shipped: dict[str, ArenaResult]) -> None:
     save_references(list(shipped.values()), tmp_path / "all")
     assert load_references(tmp_path / "all") == list(shipped.values())
