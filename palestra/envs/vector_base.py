@@ -1,8 +1,9 @@
 """Base class of vector envs: B games of one env, stepped in lock-step on arrays.
 
-Shapes: `B` games, `N` seats, `A` actions of the seat with the most actions, `S` numbers of global state. Seats whose
-observations differ in length share one array: shorter observations are padded with zeros at the end,
-`observation_shapes` has each seat's true shape.
+Shapes: `B` games, `N` seats, `A` actions of the seat with the most actions, `W` numbers of the longest action, `S`
+numbers of global state. Seats whose observations differ in length share one array: shorter observations are padded with
+zeros at the end, `observation_shapes` has each seat's true shape. An observation that has images beside other numbers,
+and images that differ in shape or dtype, are rows of numbers, too: see `VectorEnv.observation_images`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from palestra.core.types import Seat
 Arrays = dict[str, np.ndarray]
 ReportsSuccess = bool | Literal["by_seat"]
 RenderFrame = np.ndarray | str  # uint8 [H, W, 3] or [H, W], or a text
+ImageShape = tuple[int, int, int]  # height, width, channels
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,20 @@ class Continuous:
 Space = Discrete | MultiDiscrete | Continuous
 
 
+def images_size(images: Sequence[ImageShape]) -> int:
+    """Returns the number of values of images of these shapes."""
+    return sum(height * width * channels for height, width, channels in images)
+
+
 def zero_actions(
     action_spaces: Sequence[Space], games: tuple[int, ...], zeros: Callable[..., np.ndarray] = np.zeros
 ) -> np.ndarray:
     """Returns actions of zeros [*games, N, ...] in the shape and dtype that `VectorEnv.step` takes, made by `zeros`."""
     shape = (*games, len(action_spaces))
-    if not isinstance(action_spaces[0], Discrete):
+    if not all(isinstance(space, Discrete) for space in action_spaces):
         shape += (max(space.width for space in action_spaces),)
-    return zeros(shape, action_spaces[0].dtype)
+    is_continuous = any(isinstance(space, Continuous) for space in action_spaces)
+    return zeros(shape, np.float32 if is_continuous else np.int32)
 
 
 @dataclass
@@ -80,9 +88,9 @@ class VectorStep:
     `final_state` hold the last observation and state of the ended game; for all other games their content is undefined.
     `agent_mask [B, N]` bool is the agent mask, the seats that act next: all seats in simultaneous play, one in
     turn-based play, no dead unit. Actions of other seats are ignored. `action_mask [B, N, A]` bool is the action mask;
-    it is None if all actions are always legal, and for continuous actions. A seat that acts has at least one legal
-    action. `rewards [B, N]` float32 are the rewards of this step; `terminated` and `truncated` [B] bool mark games that
-    the step ended. After a reset, rewards are zero and no game is marked as ended.
+    it is None if all actions are always legal, and all true for a seat whose actions are not discrete. A seat that acts
+    has at least one legal action. `rewards [B, N]` float32 are the rewards of this step; `terminated` and `truncated`
+    [B] bool mark games that the step ended. After a reset, rewards are zero and no game is marked as ended.
 
     `success` [B] bool marks ended games that count as a success for all seats. Where opponents play, it is [B, N],
     bool or float32: the success of each seat, NaN for one that reports none. None: the env does not define success.
@@ -207,7 +215,9 @@ class VectorEnv(ABC):
 
     Each game is a stream of episodes: when one ends, the next begins in the same step, from the same stream of random
     numbers. Games are independent: game b of B plays exactly as it would alone. `observation_shapes` holds the
-    observation shape of each seat, `action_spaces` its action space; all seats have the same kind of action space.
+    observation shape of each seat, `action_spaces` its action space. `observation_images` are the shapes of the images
+    with which each seat's observation, a row of float32, begins (empty: none do): their pixels, from 0 to 1, by height,
+    width and channel, one image after the other, then all other numbers. Networks read them by convolutions.
     `state_size` is the length of the global state (0: none). `scripted_policies` names the scripted players that the
     env offers (see `scripted_actions`). `action_names` names discrete actions, for people who look at a game (empty:
     their numbers are shown), and `seat_colours` are the RGB colours in which `render` draws the seats (empty: none).
@@ -220,6 +230,7 @@ class VectorEnv(ABC):
     num_envs: int
     observation_shapes: tuple[tuple[int, ...], ...]
     action_spaces: tuple[Space, ...]
+    observation_images: tuple[tuple[ImageShape, ...], ...] = ()
     state_size: int = 0
     scripted_policies: tuple[str, ...] = ()
     action_names: tuple[str, ...] = ()
@@ -227,12 +238,21 @@ class VectorEnv(ABC):
     observation_entities: tuple[tuple[Entities, ...], ...] = ()
 
     def adopt_spaces(self, other: Any) -> None:
-        """Takes over seats, observation shapes, action spaces and size of the state from another env, or from a spec
-        that has these attributes."""
+        """Takes over seats, observation shapes and images, action spaces and size of the state from another env, or
+        from a spec that has these attributes."""
         self.seats = other.seats
         self.observation_shapes = other.observation_shapes
+        self.observation_images = other.observation_images
         self.action_spaces = other.action_spaces
         self.state_size = other.state_size
+
+    def images_of(self, seat: int) -> tuple[ImageShape, ...]:
+        """Returns the shapes of the images with which the rows of a seat begin."""
+        return self.observation_images[seat] if self.observation_images else ()
+
+    def sees_image(self, seat: int) -> bool:
+        """Returns whether the observation of a seat is an image, or begins with one."""
+        return len(self.observation_shapes[seat]) > 1 or bool(self.images_of(seat))
 
     @property
     def label(self) -> str:
@@ -246,7 +266,9 @@ class VectorEnv(ABC):
     @abstractmethod
     def step(self, actions: np.ndarray) -> VectorStep:
         """Plays one joint step in every game. `actions` is int32 [B, N] for discrete actions, int32 [B, N, M] for
-        multi-discrete, float32 [B, N, D] for continuous ones (clipped to the bounds)."""
+        multi-discrete, float32 [B, N, D] for continuous ones (clipped to the bounds). Seats with several kinds of
+        action spaces share one array [B, N, W], float32 if one of them is continuous, otherwise int32: an action is the
+        first numbers of its seat, a discrete one the first."""
 
     def save(self) -> Arrays | None:
         """Returns everything that `load` needs to continue exactly, as arrays by name; None if the env cannot be saved

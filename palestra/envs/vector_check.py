@@ -14,6 +14,7 @@ from palestra.envs.vector_base import (
     VectorEnv,
     VectorStep,
     find_difference,
+    images_size,
     zero_actions,
 )
 
@@ -133,13 +134,13 @@ class _Check:
 
     def check_shapes(self, vector_step: VectorStep) -> None:
         env, (B, N) = self.env, (self.num_envs, len(self.env.seats))
-        kinds = {type(space) for space in env.action_spaces}
-        if len(env.observation_shapes) != N or len(env.action_spaces) != N or len(kinds) > 1:
-            self.fail(
-                "needs an observation shape and an action space for each seat, of one kind", "correct both tuples"
-            )
+        if len(env.observation_shapes) != N or len(env.action_spaces) != N:
+            self.fail("needs an observation shape and an action space for each seat", "correct both tuples")
+        for seat, shape in enumerate(env.observation_shapes):
+            if images_size(env.images_of(seat)) > np.prod(shape):
+                self.fail(f"begins {shape} numbers of seat {env.seats[seat]} with larger images", "correct both tuples")
         view = tuple(np.max([list(v) for v in env.observation_shapes], axis=0))
-        is_uint8 = vector_step.obs.dtype == np.uint8
+        is_uint8 = vector_step.obs.dtype == np.uint8 and not env.observation_images
         self.shape("obs", vector_step.obs, (B, N, *view), np.uint8 if is_uint8 else np.float32)
         self.shape("final_obs", vector_step.final_obs, vector_step.obs.shape, vector_step.obs.dtype)
         self.shape("rewards", vector_step.rewards, (B, N), np.float32)
@@ -186,8 +187,12 @@ class _Check:
         for seat, (name, shape, space) in enumerate(
             zip(self.env.seats, self.env.observation_shapes, self.env.action_spaces, strict=True)
         ):
-            if vector_step.action_mask is not None and vector_step.action_mask[:, seat, _choices(space) :].any():
-                self.fail(f"calls actions legal that seat {name} does not have", "mask the padding")
+            if vector_step.action_mask is not None:
+                legal = vector_step.action_mask[:, seat]
+                if isinstance(space, Discrete) and legal[:, space.n :].any():
+                    self.fail(f"calls actions legal that seat {name} does not have", "mask the padding")
+                if not isinstance(space, Discrete) and not legal.all():
+                    self.fail(f"masks actions of seat {name}, which are not discrete", "set its action_mask to true")
             if len(shape) == 1 and vector_step.obs[:, seat, shape[0] :].any():
                 self.fail(f"writes past the observation of seat {name}", "leave the padding zero")
 
@@ -208,8 +213,8 @@ def random_actions(env: VectorEnv, vector_step: VectorStep, rng: np.random.Gener
     """Returns uniform legal actions for all seats, also for seats that do not act, in the shape and dtype that `step`
     takes."""
     B = env.num_envs
-    if isinstance(env.action_spaces[0], Discrete):
-        action_mask = vector_step.action_mask
+    action_mask = vector_step.action_mask
+    if all(isinstance(space, Discrete) for space in env.action_spaces):
         if action_mask is None:
             sizes = np.array([_choices(space) for space in env.action_spaces])
             action_mask = np.broadcast_to(np.arange(sizes.max()) < sizes[:, None], (B, len(sizes), sizes.max()))
@@ -222,6 +227,11 @@ def random_actions(env: VectorEnv, vector_step: VectorStep, rng: np.random.Gener
             low = np.maximum(space.low, -RANDOM_ACTION_BOUND)
             high = np.minimum(space.high, RANDOM_ACTION_BOUND)
             drawn[:, seat, : space.width] = rng.uniform(low, high, (B, space.width))
+        else:
+            weights = rng.random((B, space.n))
+            if action_mask is not None:
+                weights = weights * action_mask[:, seat, : space.n]
+            drawn[:, seat, 0] = weights.argmax(1)
     return drawn
 
 

@@ -24,10 +24,8 @@ class Line(gymnasium.Env):
 
     def __init__(self, odd: str = "") -> None:
         self.odd = odd
-        if "actions" in odd:
+        if odd == "tuple of actions":
             self.action_space = spaces.Tuple((spaces.Discrete(3), spaces.Box(0, 1, (2,))))
-        if odd == "mixed actions":
-            self.observation_space = spaces.Tuple((spaces.Box(0, 100, (2,)), spaces.Box(0, 100, (2,))))
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         self.time, self.over = 0, False
@@ -70,7 +68,7 @@ class Line(gymnasium.Env):
 
 for oddity in (
     *("", "endless", "ignores its seed", "ends by chance", "wrong shape", "text", "nan", "no legal action"),
-    *("masked", "complex", "large integer", "mixed actions", "tuple of actions"),
+    *("masked", "complex", "large integer", "tuple of actions"),
     *("no reward", "array of one number", "array", "text reward", "nan reward", "old api"),
 ):
     gymnasium.register(f"odd-{oddity.replace(' ', '-') or 'plain'}", lambda oddity=oddity: Line(oddity))

@@ -112,7 +112,7 @@ class NetworkAgent:
             self._shape = first.obs.shape[2:]
             self._dtype = first.obs.dtype
             self._num_actions: int | None = None
-            if first.action_mask is not None:
+            if first.action_mask is not None and isinstance(self._space, Discrete):
                 self._num_actions = first.action_mask.shape[-1]
             self._game = _find_converter(env)
         finally:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeGuard
 
 import gymnasium
@@ -13,28 +14,29 @@ import numpy as np
 from gymnasium import spaces
 
 from palestra.core.config.user_modules import import_object
+from palestra.envs.adapters.observations import (
+    ObsEncoder,
+    encode_float32,
+    encode_image,
+    encode_numbers,
+    encode_parts,
+    encode_scaled,
+    fit_in_one_array,
+    image_shape,
+    images_by_seat,
+    row_encoder,
+)
 from palestra.envs.adapters.wrappers import Wrappers, reset_arguments, wrap
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
 from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, require_flag, to_action_mask, to_array, to_reward
 from palestra.envs.step_values import number
 from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, RenderFrame, Space
 
-MIN_IMAGE_SIDE = 36  # pixels per side at least; smaller grids are boards, read as numbers
 MAX_PIXEL_RANGE = 65_535  # of 16 bits; wider bounds are the range of a dtype, not of pixels
 HIGHLIGHT = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m")  # colours of a terminal, around what a text emphasises
 RENDER_MODES = ("rgb_array", "ansi")  # those whose result can be recorded
 RESULT_NAMES = {2: "observation, info", 5: "observation, reward, terminated, truncated, info"}  # by their number
 MAX_INTEGER_CHOICES = 4096  # values of all integers of an action together: a network has an output for each
-
-
-class ObsEncoder(NamedTuple):
-    """Observation encoder of one seat: the observation shape, whether it is uint8 pixels, and `encode`, the function
-    from a value of the Gymnasium space to the array. `encode` also takes batches, with leading dimensions (not for
-    dictionaries and tuples)."""
-
-    shape: tuple[int, ...]
-    is_uint8: bool
-    encode: Callable[[Any], np.ndarray]
 
 
 class ActionDecoder(NamedTuple):
@@ -49,20 +51,20 @@ def obs_encoder(space: spaces.Space[Any], label: str) -> ObsEncoder:
     """Returns the encoder of an observation space. Images (at least 36 x 36 pixels, channels first or last) stay images
     with channels last, stacks become one image with the channels of all, and all but bytes (uint8 up to 255) are scaled
     from the bounds of their Box, if it has some, to 0 to 1. Anything else becomes one row float32: discrete values
-    one-hot, bytes divided by 255.
+    one-hot, bytes divided by 255; of dictionaries and tuples the images come first, then the rows of the other parts.
 
-    `label` names the seat in errors. Raises ValueError for texts, varying sizes, and images in dictionaries and tuples.
+    `label` names the seat in errors. Raises ValueError for texts and varying sizes.
     """
     if isinstance(space, spaces.Box | spaces.MultiBinary):
         shape = space.shape
         pixels = _is_bytes(space)
-        if (stored := _image_shape(shape)) is not None:
-            encode = _unit_scaled(partial(_image, order=stored[1], shape=stored[0]), space)
+        if (stored := image_shape(shape)) is not None:
+            encode = _unit_scaled(partial(encode_image, order=stored[1], shape=stored[0]), space)
             return ObsEncoder(stored[0], pixels, encode)
         if len(shape) == 1 and not pixels:
-            return ObsEncoder(shape, False, _float32)
+            return ObsEncoder(shape, False, encode_float32)
         scale = 1 / 255 if pixels else 1.0
-        return ObsEncoder((int(np.prod(shape)),), False, partial(_numbers, dimensions=len(shape), scale=scale))
+        return ObsEncoder((int(np.prod(shape)),), False, partial(encode_numbers, dimensions=len(shape), scale=scale))
     if isinstance(space, spaces.Text):
         raise ValueError(
             f"{label} sees {space}, a text: small networks read numbers; wrap the env so that it encodes it"
@@ -79,24 +81,6 @@ def _is_bytes(space: spaces.Box | spaces.MultiBinary) -> bool:
     return isinstance(space, spaces.Box) and space.dtype == np.uint8 and int(space.high.max(initial=0)) == 255
 
 
-def _image_shape(shape: tuple[int, ...]) -> tuple[tuple[int, int, int], tuple[int, ...]] | None:
-    """Returns the shape (height, width, channels) in which an image or a stack of images is stored, and the order of
-    its axes there; None if it is not an image."""
-    axes = tuple(range(-len(shape), 0))
-    for at in {2: [0], 3: [0, 1], 4: [1, 2]}.get(len(shape), []):
-        height, width = shape[at : at + 2]
-        if min(height, width) >= MIN_IMAGE_SIDE:
-            others = axes[:at] + axes[at + 2 :]
-            return (height, width, int(np.prod([shape[axis] for axis in others]))), (*axes[at : at + 2], *others)
-    return None
-
-
-def _image(value: Any, order: tuple[int, ...], shape: tuple[int, int, int]) -> np.ndarray:
-    array = to_array(value)
-    before = array.ndim - len(order)
-    return array.transpose(*range(before), *order).reshape(*array.shape[:before], *shape)
-
-
 def _unit_scaled(encode: Callable[[Any], np.ndarray], space: spaces.Box | spaces.MultiBinary) -> Callable[..., Any]:
     """Returns `encode` with pixels scaled from the bounds of `space` to 0 to 1, as convolutions want floats; `encode`
     itself if they are bytes, are in 0 to 1 already, or have no bounds."""
@@ -106,54 +90,22 @@ def _unit_scaled(encode: Callable[[Any], np.ndarray], space: spaces.Box | spaces
     high = float(space.high.max())
     if (low, high) == (0.0, 1.0) or not 0 < high - low <= MAX_PIXEL_RANGE:
         return encode
-    return partial(_encode_scaled, encode=encode, low=np.float32(low), scale=np.float32(1 / (high - low)))
-
-
-def _encode_scaled(value: Any, encode: Callable[[Any], np.ndarray], low: np.float32, scale: np.float32) -> np.ndarray:
-    return (encode(value).astype(np.float32) - low) * scale
+    return partial(encode_scaled, encode=encode, low=np.float32(low), scale=np.float32(1 / (high - low)))
 
 
 def _joined_encoder(space: spaces.Dict | spaces.Tuple[Any], label: str) -> ObsEncoder:
-    """Returns the encoder of a dictionary or tuple: the rows of its parts, one after the other."""
+    """Returns the encoder of a dictionary or tuple: its images, then the other numbers of its parts, one after the
+    other."""
     keys = list(space.spaces) if isinstance(space, spaces.Dict) else list(range(len(space.spaces)))
     if not keys:
         raise ValueError(f"{label} sees {space}, which has no part: wrap the env so that it shows a number at least")
-    parts = [(key, obs_encoder(space.spaces[key], f"{label}, part {key!r},")) for key in keys]  # type: ignore[index]
-    for key, part in parts:
-        if len(part.shape) > 1:
-            raise ValueError(
-                f"{label} sees an image {space.spaces[key].shape} as part {key!r} of {type(space).__name__}: "  # type: ignore[index]
-                "an observation is one image or one row of numbers; wrap the env so that it shows the image alone, or "
-                "numbers in its place"
-            )
-    return ObsEncoder((sum(part.shape[0] for _, part in parts),), False, partial(_encode_parts, parts))
-
-
-def _encode_parts(parts: Sequence[tuple[Any, ObsEncoder]], value: Any) -> np.ndarray:
-    keys = {key for key, _ in parts}
-    given = set(value) if isinstance(value, Mapping) else set(range(len(value)))
-    if odd := sorted(map(repr, (given ^ keys) - {"action_mask"})):
-        raise ValueError(
-            f"an observation and its space differ in the parts {', '.join(odd)}: correct the one or the other"
-        )
-    rows = []
-    for key, part in parts:
-        row = part.encode(value[key])
-        if row.shape != part.shape:
-            raise ValueError(
-                f"part {key!r} of an observation has {len(row)} numbers, and its space says {part.shape[0]}"
-            )
-        rows.append(row)
-    return np.concatenate(rows, dtype=np.float32)
-
-
-def _float32(value: Any) -> np.ndarray:
-    return np.asarray(to_array(value), np.float32)
-
-
-def _numbers(value: Any, dimensions: int, scale: float) -> np.ndarray:
-    array = _float32(value)
-    return array.reshape(*array.shape[: array.ndim - dimensions], -1) * np.float32(scale)
+    parts = []
+    for key in keys:
+        named = f"{label}, part {key!r},"
+        parts.append((key, row_encoder(obs_encoder(space.spaces[key], named), named)))  # type: ignore[index]
+    size = sum(part.shape[0] for _, part in parts)
+    images = tuple(chain.from_iterable(part.images for _, part in parts))
+    return ObsEncoder((size,), False, partial(encode_parts, parts), images)
 
 
 def _flat(space: spaces.Space[Any], value: Any) -> np.ndarray:
@@ -210,6 +162,8 @@ def _integer_decoder(space: spaces.Box, label: str) -> ActionDecoder:
 
 
 def _index(action: np.ndarray, start: int) -> int:
+    if action.ndim:  # in an array of actions of several kinds
+        action = action[0]
     return int(action) + start
 
 
@@ -258,14 +212,14 @@ def without_action_mask(value: dict[str, Any]) -> Any:
     return value.get("observation", value)
 
 
-def can_use_action_mask(has_mask: bool, action_spaces: Sequence[Space], is_multi_agent: bool, label: str) -> bool:
-    """Returns `has_mask`, whether the env has action masks. Raises ValueError if it has masks that cannot be used,
-    since forbidden actions would then be taken: they need one Discrete action per seat, and must not be one mask of an
-    env with several seats (`is_multi_agent`)."""
-    if has_mask and (is_multi_agent or not all(isinstance(space, Discrete) for space in action_spaces)):
+def can_use_action_masks(masked_spaces: Sequence[Space | None], label: str) -> bool:
+    """Returns whether the env gives action masks; `masked_spaces` are the action spaces of those who get one each
+    (None: several seats together). Raises ValueError if one of them is not Discrete: its mask could not be used, and
+    forbidden actions would be taken."""
+    if not all(isinstance(space, Discrete) for space in masked_spaces):
         fix = "wrap the env so that its actions are Discrete, or so that it takes any action and gives no action_mask"
         raise ValueError(f"{label} gives an action_mask, which is only used for one Discrete action of a seat: {fix}")
-    return has_mask
+    return bool(masked_spaces)
 
 
 def refuse_late_mask(label: str) -> NoReturn:
@@ -339,19 +293,22 @@ class GymnasiumGame:
             seen = seat_spaces(self.env.observation_space)
         split = [split_action_mask(part) for part in seen]
         self.has_dict_obs = [is_masked for _, is_masked in split]
-        self.obs_encoders = [obs_encoder(part, "a seat") for part, _ in split]
-        if len(self.obs_encoders) != count:
+        if len(split) != count:
             raise ValueError(
-                f"{self.env} acts in a Tuple, of which each part is a seat, and shows {len(self.obs_encoders)} "
-                f"observation(s) for {count} seats: wrap the env so that one agent acts in one space, such as "
+                f"{self.env} acts in a Tuple, of which each part is a seat, and shows {len(split)} observation(s) "
+                f"for {count} seats: wrap the env so that one agent acts in one space, such as "
                 "MultiDiscrete, or that each of several sees its part of a Tuple"
             )
+        self.obs_encoders = fit_in_one_array([obs_encoder(part, "a seat") for part, _ in split], seats)
         _, info = read_result(self.env.reset(seed=0, **self.reset_arguments), 2, f"{self.env}.reset")
-        has_masked_obs = any(self.has_dict_obs)
         kinds = tuple(choice.space for choice in self.action_decoders)
-        is_masked = has_masked_obs or "action_mask" in info
+        masked_spaces: list[Space | None] = []
+        if any(self.has_dict_obs):
+            masked_spaces += [kind for kind, is_masked in zip(kinds, self.has_dict_obs, strict=True) if is_masked]
+        elif "action_mask" in info:
+            masked_spaces.append(None if several else kinds[0])
         success: Any = info.get("is_success")
-        if success is None and not is_masked:
+        if success is None and not masked_spaces:
             # plays one step of random actions
             self.env.action_space.seed(0)
             result = self.env.step(self.env.action_space.sample())
@@ -361,9 +318,10 @@ class GymnasiumGame:
             tuple(encoder.shape for encoder in self.obs_encoders),
             kinds,
             uint8_observations=all(encoder.is_uint8 for encoder in self.obs_encoders),
-            has_action_mask=can_use_action_mask(is_masked, kinds, several and not has_masked_obs, str(self.env)),
+            has_action_mask=can_use_action_masks(masked_spaces, str(self.env)),
             reports_success="by_seat" if several and np.size(success) > 1 else success is not None,
             has_seat_terminated=several,
+            observation_images=images_by_seat(self.obs_encoders),
         )
 
     def reset(self, seed: int) -> SingleStep:
@@ -442,11 +400,15 @@ class GymnasiumGame:
             return None
         if any(self.has_dict_obs):
             kinds = zip(parts, self.has_dict_obs, self.spec.action_spaces, self.spec.seats, strict=True)
-            return [
-                to_action_mask(part["action_mask"], space, seat) if own else np.ones(space.n, bool)
-                for part, own, space, seat in kinds
-                if isinstance(space, Discrete)
-            ]
+            masks: list[np.ndarray | None] = []
+            for part, is_masked, space, seat in kinds:
+                if not isinstance(space, Discrete):
+                    masks.append(None)
+                else:
+                    masks.append(
+                        to_action_mask(part["action_mask"], space, seat) if is_masked else np.ones(space.n, bool)
+                    )
+            return masks
         if "action_mask" in info:
             (space,) = self.spec.action_spaces
             assert isinstance(space, Discrete)

@@ -37,6 +37,11 @@ class CompiledEnv:
         self.has_scripted_enemies = self.is_smax and id != "SMAX"  # the env plays one side
         self.has_seat_terminated = len(self.seats) > 1 and not self.is_smax  # dead units share the reward of the living
         self.action_spaces = tuple(_space_of(env.action_space(agent)) for agent in self.agents)
+        if len({type(space) for space in self.action_spaces}) > 1:
+            raise ValueError(
+                f'JaxMARL\'s "{id}" has agents with different kinds of actions, and is played with one kind: choose '
+                "options that give all agents the same, or play it as an env of PettingZoo"
+            )
         self.action_mask_fn = _masks(env) if isinstance(self.action_spaces[0], Discrete) else None
         carried, shown = jax.eval_shape(self.reset_one, jax.random.PRNGKey(0))
         self.carry_structure = jax.tree.structure(carried)

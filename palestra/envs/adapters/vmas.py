@@ -85,10 +85,7 @@ class VmasEnv(VectorEnv):
 
     def _seat_actions(self, n: int, actions: np.ndarray) -> np.ndarray:
         """Returns the actions of one seat [B, size] in VMAS's form."""
-        space = self.action_spaces[n]
-        if isinstance(space, Discrete):
-            return actions[:, None]
-        return actions[:, : space.width]
+        return actions.reshape(len(actions), -1)[:, : self.action_spaces[n].width or 1]
 
     def _write(self, obs: np.ndarray, seen: Any, rows: Any = slice(None)) -> None:
         for n, view in enumerate(seen):

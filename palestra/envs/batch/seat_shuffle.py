@@ -28,7 +28,10 @@ class SeatShuffledEnv(VectorEnv):
 
     def __init__(self, env: VectorEnv, sides: Sequence[Sequence[int]] = ()) -> None:
         sides = sides or [[seat] for seat in range(len(env.seats))]
-        kinds = {tuple((env.observation_shapes[seat], env.action_spaces[seat]) for seat in side) for side in sides}
+        kinds = set()
+        for side in sides:
+            seats = [(env.observation_shapes[seat], env.images_of(seat), env.action_spaces[seat]) for seat in side]
+            kinds.add(tuple(seats))
         if len(kinds) > 1:
             raise ValueError(
                 f'sides of env "{env.name}" differ in observation shape or action space, so they cannot be permuted: '

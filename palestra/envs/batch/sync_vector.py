@@ -21,6 +21,7 @@ from palestra.envs.vector_base import (
     Continuous,
     Discrete,
     GamesDiffer,
+    ImageShape,
     MultiDiscrete,
     RenderFrame,
     ReportsSuccess,
@@ -34,13 +35,13 @@ from palestra.envs.vector_base import (
 
 @dataclass(frozen=True)
 class VectorEnvSpec:
-    """Properties shared by all games of an env. `observation_shapes` and `action_spaces` are those of `VectorEnv`.
-    `uint8_observations`: observations are uint8, else float32; `has_action_mask`: there are action masks;
-    `reports_success`: games report success, or seats may report their own ("by_seat"); `has_seat_terminated`: seats can
-    terminate before their game ends.
+    """Properties shared by all games of an env. `observation_shapes`, `observation_images` and `action_spaces` are
+    those of `VectorEnv`. `uint8_observations`: observations are uint8, else float32; `has_action_mask`: there are
+    action masks; `reports_success`: games report success, or seats may report their own ("by_seat");
+    `has_seat_terminated`: seats can terminate before their game ends.
 
-    Raises ValueError if the seats have different kinds of action spaces, or observation shapes that do not fit in one
-    array.
+    Raises ValueError if observation shapes do not fit in one array, and for choices that float32 would round, beside
+    seats that give numbers.
     """
 
     seats: tuple[Seat, ...]
@@ -51,13 +52,14 @@ class VectorEnvSpec:
     has_action_mask: bool = False
     reports_success: ReportsSuccess = False
     has_seat_terminated: bool = False
+    observation_images: tuple[tuple[ImageShape, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        if len({type(space) for space in self.action_spaces}) > 1:
-            kinds = ", ".join(type(space).__name__ for space in self.action_spaces)
+        choices = max((space.n for space in self.action_spaces if isinstance(space, Discrete)), default=0)
+        if choices > MAX_EXACT_INTEGER and any(isinstance(space, Continuous) for space in self.action_spaces):
             raise ValueError(
-                f"the seats {', '.join(self.seats)} have different kinds of actions ({kinds}): wrap the env so that "
-                "all have one, such as MultiDiscrete for choices"
+                f"a seat has {choices:,} choices and another gives numbers: they share an array of float32, which "
+                f"rounds integers above {MAX_EXACT_INTEGER}: wrap the env so that the choice is a MultiDiscrete"
             )
         if len({len(shape) if len(shape) == 1 else shape for shape in self.observation_shapes}) > 1:
             raise ValueError(
@@ -151,6 +153,7 @@ class SyncVectorEnv(VectorEnv):
         self._played = np.zeros(num_envs, np.int64)
         self._made = np.zeros(num_envs, np.int64)  # steps of the running episodes; `_moves` are their actions
         self._moves = np.stack([zero_actions(self.action_spaces, (num_envs,))] * 64, 1)
+        self._is_unmasked = np.array([[not isinstance(space, Discrete)] for space in self.action_spaces])  # [N, 1]
 
     def reset(self, seeds: np.ndarray) -> VectorStep:
         self._seeds[:], self._played[:] = seeds, 0
@@ -250,7 +253,7 @@ class SyncVectorEnv(VectorEnv):
     def _begin(self, b: int) -> None:
         self.vector_step.obs[b] = 0
         if self.vector_step.action_mask is not None:
-            self.vector_step.action_mask[b] = False
+            self.vector_step.action_mask[b] = self._is_unmasked
         self._made[b] = 0
         self._write_step(b, self.single_envs[b].reset(episode_seed(int(self._seeds[b]), int(self._played[b]))))
 
@@ -260,7 +263,7 @@ class SyncVectorEnv(VectorEnv):
         for seat, observation in enumerate(step.observations):
             if observation is not None:
                 if self.spec.uint8_observations and observation.dtype != np.uint8:
-                    observation = _bytes(observation, self.seats[seat])
+                    observation = to_bytes(observation, self.seats[seat])
                 if observation.shape != self.observation_shapes[seat]:
                     raise ValueError(
                         f'seat "{self.seats[seat]}" sees an array {list(observation.shape)}, and its observation space '
@@ -282,7 +285,7 @@ def clip_actions(
     """Returns the actions [B, N, ...] moved into their spaces, same dtype: integers to the nearest valid one, illegal
     actions to the first legal one (0 if none is), numbers to the bounds (nan becomes 0, then clipped). `action_mask` is
     the action mask [B, N, A]."""
-    if isinstance(action_spaces[0], Discrete):
+    if actions.ndim == 2:
         inside = np.clip(actions, 0, np.array([space.n for space in action_spaces if isinstance(space, Discrete)]) - 1)
         if action_mask is None:
             return inside
@@ -293,12 +296,20 @@ def clip_actions(
     for n, space in enumerate(action_spaces):
         if isinstance(space, Continuous):
             low[n, : space.width], high[n, : space.width] = space.low, space.high
-        elif isinstance(space, MultiDiscrete):
-            high[n, : space.width] = np.array(space.sizes) - 1
-    return np.clip(np.nan_to_num(actions), low, high).astype(actions.dtype)
+        else:
+            sizes = space.sizes if isinstance(space, MultiDiscrete) else (space.n,)
+            high[n, : len(sizes)] = np.array(sizes) - 1
+    clipped = np.clip(np.nan_to_num(actions), low, high).astype(actions.dtype)
+    if action_mask is not None:
+        for n, space in enumerate(action_spaces):
+            if isinstance(space, Discrete):
+                own = clipped[:, n : n + 1, 0].astype(np.int64)
+                clipped[:, n : n + 1, 0] = clip_actions((space,), own, action_mask[:, n : n + 1])
+    return clipped
 
 
-def _bytes(pixels: np.ndarray, seat: Seat) -> np.ndarray:
+def to_bytes(pixels: np.ndarray, seat: Seat) -> np.ndarray:
+    """Returns the pixels that a seat sees as uint8. Raises ValueError if they are no bytes."""
     converted = pixels.astype(np.uint8)
     if not np.array_equal(converted, pixels):
         raise ValueError(

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from palestra.core.losses import TensorMetrics
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, RolloutBatch
-from palestra.envs.vector_base import Arrays, MultiDiscrete, Space, VectorEnv
+from palestra.envs.vector_base import Arrays, MultiDiscrete, Space
 from palestra.vector.algorithms.critics import CriticEnsemble, frozen_copy
 from palestra.vector.algorithms.minibatches import minibatch_seed
 from palestra.vector.algorithms.presets import algorithm_name
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, metrics_by_policy
 from palestra.vector.learners.optimizers import StackedOptimizer
-from palestra.vector.learners.policy_stack import NetPolicyConfig, PolicyStack, strip_prefix
+from palestra.vector.learners.policy_stack import PolicyStack, strip_prefix
 from palestra.vector.losses import critic_loss
 from palestra.vector.nets.continuous_heads import ActionEncoder
 from palestra.vector.nets.heads import ActionHead
@@ -86,7 +86,7 @@ class ActionValueLearner(NetLearner):
     team_metrics: tuple[str, ...] = ()  # metrics of a step that are means over joint steps, not over decisions
 
     def __init__(self, config: ActionValueConfig, spec: NetLearnerSpec) -> None:
-        check_supported(config, spec.env, spec.policies, self.value_per_action(spec.env.action_spaces[0]))
+        check_supported(config, spec, self.value_per_action)
         self.config = config
         super().__init__(spec)
         heads: dict[int, ActionHead] = {}
@@ -144,7 +144,8 @@ class ActionValueLearner(NetLearner):
             outputs = 1
         members = product(range(self.num_critics), seat_mapping.names)
         seeds = [derive_seed(self.seeds[name], "critic", k) for k, name in members]
-        net = Net(observation, outputs, stack.config, make_generators(seeds)).to(self.device)
+        layout = seat_mapping.layout if branches and self.config.critic == "own" else None
+        net = Net(observation, outputs, stack.config, make_generators(seeds), layout=layout).to(self.device)
         config = stack.config.model_copy(update={"lr": self.config.critic_lr or stack.config.lr})
         return CriticEnsemble(
             net,
@@ -253,23 +254,24 @@ class ActionValueLearner(NetLearner):
         self.steps = int(arrays["steps"][0])
 
 
-def check_supported(
-    config: ActionValueConfig, env: VectorEnv, policies: Mapping[str, NetPolicyConfig], value_per_action: bool
-) -> None:
+def check_supported(config: ActionValueConfig, spec: NetLearnerSpec, value_per_action: Callable[[Space], bool]) -> None:
     """Raises ValueError for recurrent policies, multi-discrete actions, and critics that would need pixels beside
-    actions."""
+    actions. `value_per_action` tells whether critics have an output for each action of a space."""
     kind = algorithm_name(config)
-    for name, policy in policies.items():
+    env = spec.env
+    for name, policy in spec.policies.items():
         if policy.is_recurrent:
             raise ValueError(
                 f"policy {name} is recurrent, but {kind} learns from single transitions, without the recurrent state "
                 "before them: leave gru_units (or a network with a state) out, or train it with ppo or a2c"
             )
-    if isinstance(env.action_spaces[0], MultiDiscrete):
+    if any(isinstance(space, MultiDiscrete) for space in spec.action_spaces):
         raise ValueError(f'env "{env.name}" takes several choices at once, which {kind} cannot learn: use ppo or a2c')
-    pixels = any(len(shape) > 1 for shape in env.observation_shapes)
-    joins_actions = not value_per_action if config.critic == "own" else not env.state_size
-    if pixels and joins_actions:
+    if config.critic == "own":
+        beside_actions = [seat for seat in spec.learning_seats if not value_per_action(env.action_spaces[seat])]
+    else:
+        beside_actions = [] if env.state_size else list(range(len(env.seats)))
+    if any(env.sees_image(seat) for seat in beside_actions):
         raise ValueError(f'critics of {kind} cannot see the pixels of env "{env.name}" beside actions: use ppo or a2c')
 
 

@@ -41,6 +41,7 @@ from palestra.vector.learners.policy_stack import PolicyStack, strip_prefix
 from palestra.vector.losses import value_loss
 from palestra.vector.nets.advantages import AdvantageInputs, gae, vtrace
 from palestra.vector.nets.heads import ActionHead
+from palestra.vector.nets.images import image_layout
 from palestra.vector.nets.layers import Net, make_generators
 from palestra.vector.nets.normalise import RunningNorm, normalise
 from palestra.vector.nets.on_device import RolloutTensors, make_generator
@@ -159,25 +160,27 @@ class ActorCriticLearner(NetLearner):
         if self.config.critics == "each":
             return self.seat_mappings(seats)
         flat = tuple(chain.from_iterable(seats.values()))
-        if self.config.critic == "own" and len({self.env.observation_shapes[seat] for seat in flat}) > 1:
+        seen = {(self.env.observation_shapes[seat], self.env.images_of(seat)) for seat in flat}
+        if self.config.critic == "own" and len(seen) > 1:
             raise ValueError(
                 "critics: one needs seats with observations of the same shape, and these differ: set critic: central, "
                 "or critics: each"
             )
         shape = self.env.observation_shapes[flat[0]]
         space = self.env.action_spaces[flat[0]]
-        return [SeatMapping(("critic",), (flat,), len(self.env.seats), shape, space)]
+        layout = image_layout(self.env, flat[0])
+        return [SeatMapping(("critic",), (flat,), len(self.env.seats), shape, space, layout=layout)]
 
     def _critic(self, seat_mapping: SeatMapping) -> ValueCritic:
         config = self.policies.get(seat_mapping.names[0], self.policies[self.names[0]])
         config = config.model_copy(update={"communication_rounds": 0})  # `critic: central` sees the other seats
         seeds = [self.seeds.get(name, self.seeds[self.names[0]]) ^ 1 for name in seat_mapping.names]
         shape: tuple[int, ...] = (self.global_size + len(self.env.seats),)
-        entities = None
+        layout = None
         if self.config.critic == "own":
             shape = seat_mapping.input_shape
-            entities = seat_mapping.entities
-        net = Net(shape, 1, config, make_generators(seeds), entities=entities).to(self.device)
+            layout = seat_mapping.layout
+        net = Net(shape, 1, config, make_generators(seeds), layout=layout).to(self.device)
         optimizer = StackedOptimizer(net, seat_mapping.names, config, self.process_group)
         norm = self.build_value_norm(seat_mapping)
         return ValueCritic(seat_mapping, net, optimizer, norm, self.config.value_norm == "popart")

@@ -166,7 +166,7 @@ class NFSPLearner(DQNLearner):
             config,
             make_generators(seeds),
             self.output_gain,
-            entities=seat_mapping.entities,
+            layout=seat_mapping.layout,
         ).to(self.device)
         return PolicyStack(
             seat_mapping,

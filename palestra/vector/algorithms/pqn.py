@@ -82,7 +82,7 @@ class PQNLearner(NetLearner):
     discrete actions."""
 
     def __init__(self, config: PQN, spec: NetLearnerSpec) -> None:
-        check_action_spaces(config, spec.env)
+        check_action_spaces(config, spec)
         self.config = config
         policies = {
             name: policy if policy.layer_norm is not None or policy.network else policy.model_copy(update=NORMED)

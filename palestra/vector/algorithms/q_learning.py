@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from palestra.core.losses import TensorMetrics
 from palestra.core.types import Metrics, RolloutBatch
-from palestra.envs.vector_base import Arrays, Discrete, VectorEnv
+from palestra.envs.vector_base import Arrays, Discrete
 from palestra.vector.algorithms.critics import polyak_update
 from palestra.vector.algorithms.minibatches import minibatch_seed
 from palestra.vector.algorithms.presets import algorithm_name
@@ -151,7 +151,7 @@ class QLearner(NetLearner):
     counts_env_steps = False
 
     def __init__(self, config: QLearningConfig, spec: NetLearnerSpec) -> None:
-        check_action_spaces(config, spec.env)
+        check_action_spaces(config, spec)
         self.config = config
         super().__init__(spec)
         self.target_nets = [copy.deepcopy(stack.net).requires_grad_(False) for stack in self.stacks]
@@ -286,7 +286,7 @@ class QLearner(NetLearner):
         stack = self.stacks[i]
         q, target_q, chooser_q = self.action_values(i, drawn)
         following = next_value(target_q, chooser_q, stack.optional_rows(drawn.next_action_mask))
-        return q, gather_values(q, stack.rows(drawn.actions)), following
+        return q, gather_values(q, stack.action_rows(drawn.actions)), following
 
     def action_values(self, i: int, drawn: TransitionBatch | SequenceBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Returns values of all actions by stack i, [P, T, R, A] each: the online network's, and for the following
@@ -337,14 +337,16 @@ class QLearner(NetLearner):
         self.env_steps_seen = int(arrays["seen"][0])
 
 
-def check_action_spaces(config: AlgorithmConfig, env: VectorEnv) -> None:
-    """Raises ValueError if the env has a seat without discrete actions."""
-    if not all(isinstance(space, Discrete) for space in env.action_spaces):
-        kind = algorithm_name(config)
-        raise ValueError(
-            f'{kind} compares the values of single actions, but env "{env.name}" takes {env.action_spaces[0]}: '
-            "use ppo or a2c, or for continuous actions sac, ddpg or td3"
-        )
+def check_action_spaces(config: AlgorithmConfig, spec: NetLearnerSpec) -> None:
+    """Raises ValueError if a seat that learns has no discrete actions."""
+    for seat in spec.learning_seats:
+        space = spec.env.action_spaces[seat]
+        if not isinstance(space, Discrete):
+            raise ValueError(
+                f"{algorithm_name(config)} compares the values of single actions, but seat "
+                f'"{spec.env.seats[seat]}" of env "{spec.env.label}" takes {space}: use ppo or a2c, or for continuous '
+                "actions sac, ddpg or td3 (a policy may have an algorithm of its own: policies.NAME.algorithm)"
+            )
 
 
 def as_sequences(transitions: TransitionBatch) -> TransitionBatch:
@@ -391,7 +393,7 @@ def with_last_layer(stack: PolicyStack, outputs: int, convert: Callable[[Tensor]
         outputs,
         stack.config,
         make_generators([0] * len(stack.seat_mapping.names)),
-        entities=stack.seat_mapping.entities,
+        layout=stack.seat_mapping.layout,
     ).to(stack.net.head.weight.device)
     weights = stack.net.state_dict()
     for name in ("head.weight", "head.bias"):

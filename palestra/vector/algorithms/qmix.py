@@ -150,7 +150,7 @@ class QMIXLearner(QLearner):
         next_mask = stack.optional_rows(drawn.next_action_mask)
         chosen = best_action(chooser_q, next_mask)
         return (
-            self._seat_values(q, stack.rows(drawn.actions), stack.optional_rows(drawn.action_mask)),
+            self._seat_values(q, stack.action_rows(drawn.actions), stack.optional_rows(drawn.action_mask)),
             self._seat_values(target_q, chosen, next_mask),
             q,
         )

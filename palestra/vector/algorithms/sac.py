@@ -69,7 +69,7 @@ class SACLearner(OffPolicyLearner):
 
     def build_extras(self) -> None:
         wanted = self.config.target_entropy
-        if wanted is not None and self.critics[0].value_per_action and not 0 <= wanted <= 1:
+        if wanted is not None and any(critic.value_per_action for critic in self.critics) and not 0 <= wanted <= 1:
             raise ValueError(
                 f'target_entropy is {wanted}, but actions of env "{self.env.name}" are discrete, and for these it is a '
                 "share of the maximum entropy: give a number from 0 to 1"

@@ -46,7 +46,7 @@ def mix_values(
 
 def check_mixer_sees_state(mixer: str, env: VectorEnv) -> None:
     """Raises ValueError if a mixer that reads the state would have to read pixels."""
-    if mixer != "vdn" and not env.state_size and any(len(shape) > 1 for shape in env.observation_shapes):
+    if mixer != "vdn" and not env.state_size and any(map(env.sees_image, range(len(env.seats)))):
         raise ValueError(
             f'the mixer of {mixer} cannot see the pixels of env "{env.name}", which has no global state: set mixer: vdn'
         )

@@ -310,7 +310,8 @@ def _build_eval(
         env = make_vector_env(wanted, evaluation.episodes)
     named = seat_policies(config, env, evaluation.seats)
     training_seats = seat_policies(config, learner.env)
-    if env.seats != learner.env.seats or env.observation_shapes != learner.env.observation_shapes:
+    same_seats = env.seats == learner.env.seats and env.observation_shapes == learner.env.observation_shapes
+    if not same_seats or env.observation_images != learner.env.observation_images:
         raise ValueError(
             f"evals.{name}.env changes the seats or their observations, which the trained policies would not fit: "
             "leave these options out"

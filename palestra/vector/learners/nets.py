@@ -21,7 +21,7 @@ from palestra.core.config import StrictModel
 from palestra.core.files import read_arrays, write_arrays
 from palestra.core.losses import TensorMetrics
 from palestra.core.types import Metrics, RolloutBatch
-from palestra.envs.vector_base import Arrays, VectorEnv
+from palestra.envs.vector_base import Arrays, Space, VectorEnv
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.vector.learners.optimizers import StackedOptimizer
 from palestra.vector.learners.policy_stack import (
@@ -32,6 +32,7 @@ from palestra.vector.learners.policy_stack import (
     strip_prefix,
 )
 from palestra.vector.nets.heads import ActionHead, make_head
+from palestra.vector.nets.images import ImageLayout
 from palestra.vector.nets.layers import Net, make_generators
 from palestra.vector.nets.normalise import RunningNorm
 from palestra.vector.nets.on_device import CPU, RolloutTensors, numbers_of
@@ -84,6 +85,16 @@ class NetLearnerSpec(NamedTuple):
     process_group: ProcessGroup
     device: torch.device = CPU
 
+    @property
+    def learning_seats(self) -> list[int]:
+        """The seat numbers of all policies."""
+        return list(chain.from_iterable(self.seats.values()))
+
+    @property
+    def action_spaces(self) -> list[Space]:
+        """The action spaces of the seats that learn; other seats may have actions of other kinds."""
+        return [self.env.action_spaces[seat] for seat in self.learning_seats]
+
 
 class NetLearner(ABC):
     """Policies of one env in training by one algorithm. `names` are the policies that learn."""
@@ -117,6 +128,11 @@ class NetLearner(ABC):
         head = make_head(seat_mapping.action_space).to(self.device)
         net = self.build_net(seat_mapping, head, config).to(self.device)
         optimizer = StackedOptimizer(net, seat_mapping.names, config, self.process_group)
+        if config.normalize_observations and isinstance(seat_mapping.layout, ImageLayout):
+            raise ValueError(
+                f"normalize_observations: {', '.join(seat_mapping.names)} sees an image beside other numbers, and "
+                "pixels must not be scaled one by one: leave it out, and let the env scale the other numbers"
+            )
         normalised = config.normalize_observations and len(seat_mapping.observation_shape) == 1
         norm = (
             RunningNorm(len(seat_mapping.names), seat_mapping.input_shape[0], clip=MAX_NORMALISED_INPUT).to(self.device)
@@ -135,7 +151,7 @@ class NetLearner(ABC):
             self.output_gain,
             self.has_value_output,
             len(seat_mapping.seats[0]),
-            seat_mapping.entities,
+            seat_mapping.layout,
         )
 
     trains_teams = False  # whether all seats of a team are in one minibatch

@@ -21,7 +21,7 @@ from torch import Tensor
 from palestra.core.files import read_arrays, write_arrays
 from palestra.core.optimizers import Adam, OptimizedPolicy
 from palestra.core.types import RolloutBatch
-from palestra.envs.vector_base import VectorEnv
+from palestra.envs.vector_base import Continuous, VectorEnv
 from palestra.vector.learners.optimizers import NetOptimizer, StackedOptimizer
 from palestra.vector.nets.continuous_heads import SquashedHead, TanhHead
 from palestra.vector.nets.heads import ActionHead, CategoricalHead, GaussianHead, MultiCategoricalHead
@@ -110,7 +110,9 @@ class PolicyStack:
         rows = self.rows(actions, lead)
         if self.head.width:  # they are padded to the longest action of any seat
             rows = rows[..., : self.head.width]
-        if not rows.is_floating_point():
+        elif rows.dim() > lead + 1:  # other seats have actions of several numbers
+            rows = rows[..., 0]
+        if not isinstance(self.seat_mapping.action_space, Continuous):
             rows = rows.long()
         return rows
 
@@ -211,12 +213,12 @@ def _pattern(network: str, seat_mapping: SeatMapping, head: str, config_json: st
     generators = make_generators([0])
     shape = seat_mapping.input_shape
     team_size = len(seat_mapping.seats[0])
-    entities = seat_mapping.entities
+    layout = seat_mapping.layout
     if network == MultiAgentTransformer.__name__:
         space = seat_mapping.action_space
-        return MultiAgentTransformer(shape, space, config, generators, team_size=team_size, entities=entities)
+        return MultiAgentTransformer(shape, space, config, generators, team_size=team_size, layout=layout)
     outputs = HEADS[head](seat_mapping.action_space).outputs
-    return Net(shape, outputs, config, generators, team_size=team_size, entities=entities)
+    return Net(shape, outputs, config, generators, team_size=team_size, layout=layout)
 
 
 def read_policy(

@@ -204,6 +204,8 @@ def encode_action(head: ActionHead, action: Tensor) -> Tensor:
     """Returns encoded actions: [M, ...] -> [M, A], without padding."""
     if isinstance(head, (BoundedHead, GaussianHead)):
         return head.to_unit(action[:, : head.width])
+    if action.dim() > 1:  # other seats have actions of several numbers
+        action = action[:, 0]
     return one_hot(action, head.outputs)
 
 

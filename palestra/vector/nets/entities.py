@@ -56,6 +56,11 @@ def entity_layout(env: VectorEnv, seats: Sequence[int]) -> EntityLayout:
             f'encoder: attention and graph need the entities in observations, and env "{env.name}" does not say where '
             "they are (VectorEnv.observation_entities): use encoder: flat"
         )
+    if any(map(env.images_of, seats)):
+        raise ValueError(
+            f'encoder: attention and graph rearrange rows of numbers, and in env "{env.name}" they begin with images: '
+            "use encoder: flat"
+        )
     kinds = {_kinds(env, seat) for seat in seats}
     if len(kinds) > 1:
         raise ValueError(

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from palestra.core.config import StrictModel
 from palestra.core.config.own_types import OwnTypes
 from palestra.vector.nets.attention import AttentionType, rowwise
-from palestra.vector.nets.dense import GAIN, MLP, Activation, Linear, dense_layers, orthogonal
+from palestra.vector.nets.dense import GAIN, MLP, Activation, Linear
 from palestra.vector.nets.entities import EntityEncoder, EntityLayout
+from palestra.vector.nets.images import Convolutions, ImageEncoder, ImageLayout
 from palestra.vector.nets.own_network import OwnBody, OwnNetwork
 
 
@@ -51,6 +52,7 @@ def mean_of_others(x: Tensor, acts: Tensor | None, team_size: int) -> Tensor:
 
 
 M = TypeVar("M", bound=nn.Module)
+Layout = EntityLayout | ImageLayout
 
 
 class NetConfig(StrictModel):
@@ -129,64 +131,6 @@ class NetConfig(StrictModel):
         return self
 
 
-class Convolutions(nn.Module):
-    """Convolutions over pixels [P, R, height, width, channels], uint8 or floats in 0 to 1, then a linear layer -> [P,
-    R, units] float32: three convolutions and 512 units (Mnih et al., 2015), or with `small` two and 256 (Mnih et al.,
-    2013). Computed in `dtype`. Raises ValueError if the pixels are too few."""
-
-    LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # channels, size, stride
-    SMALL = ((16, 8, 4), (32, 4, 2))
-
-    def __init__(
-        self,
-        observation_shape: tuple[int, ...],
-        generators: Sequence[torch.Generator],
-        small: bool = False,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__()
-        self.dtype = dtype
-        height, width, channels = observation_shape
-        self.layers: tuple[tuple[int, int, int], ...] = self.LAYERS
-        self.units = 512
-        least_pixels = 36
-        if small:
-            self.layers = self.SMALL
-            self.units = 256
-            least_pixels = 20
-        self.kernels = nn.ParameterList()
-        self.biases = nn.ParameterList()
-        for outputs, size, stride in self.layers:
-            self.kernels.append(nn.Parameter(orthogonal((outputs, channels, size, size), GAIN["relu"], generators)))
-            self.biases.append(nn.Parameter(torch.zeros(len(generators), outputs)))
-            height = (height - size) // stride + 1
-            width = (width - size) // stride + 1
-            channels = outputs
-        if height < 1 or width < 1:
-            raise ValueError(
-                f"pixels of {observation_shape[0]} x {observation_shape[1]} are too few for the convolutions: "
-                f"{least_pixels} x {least_pixels} at least"
-            )
-        self.last = Linear(height * width * channels, self.units, GAIN["relu"], generators)
-
-    def forward(self, x: Tensor) -> Tensor:
-        features = torch.stack([self._member(p, pixels) for p, pixels in enumerate(x)])
-        weight = self.last.weight.to(self.dtype)
-        bias = self.last.bias.to(self.dtype)
-        return dense_layers(features, ("relu",), weight, bias).float()
-
-    def _member(self, p: int, x: Tensor) -> Tensor:
-        scale = 1.0
-        if x.dtype == torch.uint8:
-            scale = 1 / 255  # applied to the first kernel, which is smaller than x
-        x = x.permute(0, 3, 1, 2).to(self.dtype)
-        for kernel, bias, (_, _, stride) in zip(self.kernels, self.biases, self.layers, strict=True):
-            weight = (kernel[p] * scale).to(self.dtype)
-            x = torch.relu(nn.functional.conv2d(x, weight, bias[p].to(self.dtype), stride))
-            scale = 1.0
-        return x.flatten(1)
-
-
 class GRU(nn.Module):
     """P gated recurrent units (Cho et al., 2014, in PyTorch's variant): inputs [P, T, R, in] and recurrent state [P, R,
     H] -> recurrent states after each step [P, T, R, H]. Where `is_first [P, T, R]` (bool) is set, a game begins and the
@@ -231,8 +175,8 @@ def acting_team(acts: Tensor | None, actions: Tensor | None = None) -> Team | No
 class Net(nn.Module):
     """P networks from observations to `outputs` numbers. `gain` scales the last layer's initial weights: small for
     policies, so that they start nearly uniform (Andrychowicz et al., 2021). With `with_value_head` a second last layer
-    outputs a value. `team_size` consecutive rows are the seats of a team. `entities` is the arrangement of observations
-    for attention (None: flat)."""
+    outputs a value. `team_size` consecutive rows are the seats of a team. `layout` says where entities or images
+    are in observations (None: neither)."""
 
     def __init__(
         self,
@@ -243,7 +187,7 @@ class Net(nn.Module):
         gain: float = 1.0,
         with_value_head: bool = False,
         team_size: int = 1,
-        entities: EntityLayout | None = None,
+        layout: Layout | None = None,
     ) -> None:
         super().__init__()
         self.observation_shape = observation_shape
@@ -251,6 +195,7 @@ class Net(nn.Module):
         self.recurrent_units = config.gru_units  # of a row's recurrent state; 0: there is none
         self.settings = tuple(str(getattr(config, name)) for name in NetConfig.model_fields)
         self.pixels: Convolutions | None = None
+        self.image_encoder: ImageEncoder | None = None
         self.entity_encoder: EntityEncoder | None = None
         units = config.hidden[-1]
         if config.network is not None:
@@ -265,16 +210,20 @@ class Net(nn.Module):
             units = own.units
         else:
             dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
+            is_small = config.convolutions == "small"
             if len(observation_shape) == 3:
-                self.pixels = Convolutions(observation_shape, generators, config.convolutions == "small", dtype)
+                self.pixels = Convolutions(observation_shape, generators, is_small, dtype)
                 inputs = self.pixels.units
             else:
                 inputs = math.prod(observation_shape)
-            if entities is not None:
+            if isinstance(layout, ImageLayout):
+                self.image_encoder = ImageEncoder(layout, inputs, generators, is_small, dtype)
+                inputs = self.image_encoder.units
+            if isinstance(layout, EntityLayout):
                 blocks = config.attention_blocks
                 heads = config.attention_heads
                 self.entity_encoder = EntityEncoder(
-                    entities, inputs, units, blocks, heads, config.activation, generators, config.graph_neighbours
+                    layout, inputs, units, blocks, heads, config.activation, generators, config.graph_neighbours
                 )
                 inputs = units
             self.body = MLP(inputs, config.hidden, config.activation, generators, layer_norm=bool(config.layer_norm))
@@ -361,6 +310,8 @@ class Net(nn.Module):
         if isinstance(self.body, OwnBody):
             return obs
         x = self.pixels(obs) if self.pixels else obs.reshape(*obs.shape[:2], -1).float()
+        if self.image_encoder:
+            x = self.image_encoder(x)
         return self.entity_encoder(x) if self.entity_encoder else x
 
     def _communicate(self, x: Tensor, team: Team | None) -> Tensor:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from palestra.envs.vector_base import Space, VectorEnv
 from palestra.vector.nets.entities import EntityLayout, entity_layout
+from palestra.vector.nets.images import image_layout
+from palestra.vector.nets.layers import Layout
 from palestra.vector.nets.on_device import constant, identity
 
 
@@ -20,8 +22,8 @@ from palestra.vector.nets.on_device import constant, identity
 class SeatMapping:
     """The `P` members (`names`) of a stack and their seats: member p plays the `S` seats `seats[p]` of `num_seats` = N.
     All these seats have the same `observation_shape` and `action_space`. With `seat_id` a one-hot seat is appended to
-    the observation. `entities` is the arrangement of observations (None: unchanged); `observation_shape` is the shape
-    of an arranged observation."""
+    the observation. `layout` says where entities or images are in observations (None: neither); `observation_shape` is
+    the shape of an observation whose entities are arranged."""
 
     names: tuple[str, ...]
     seats: tuple[tuple[int, ...], ...]
@@ -29,7 +31,7 @@ class SeatMapping:
     observation_shape: tuple[int, ...]
     action_space: Space
     seat_id: bool = False
-    entities: EntityLayout | None = None
+    layout: Layout | None = None
 
     @cached_property
     def all_seats(self) -> list[int]:
@@ -71,8 +73,8 @@ class SeatMapping:
     def network_inputs(self, obs: np.ndarray | Tensor, leading_dims: int) -> Tensor:
         """Returns network inputs from observations: [..., N, *padded] -> [P, ..., S, *inputs]."""
         x = self.select_seats(obs, leading_dims)
-        if self.entities:
-            x = self.entities.arrange(x, constant(self.seats, x.device).view(len(x), *[1] * (x.dim() - 3), -1))
+        if isinstance(self.layout, EntityLayout):
+            x = self.layout.arrange(x, constant(self.seats, x.device).view(len(x), *[1] * (x.dim() - 3), -1))
         elif len(self.observation_shape) == 1 and x.shape[-1] != self.observation_shape[0]:
             x = x[..., : self.observation_shape[0]]
         if not self.seat_id:
@@ -97,23 +99,26 @@ class SeatMapping:
 
 def group_into_stacks(env: VectorEnv, seats: dict[str, list[int]], configs: dict[str, object]) -> list[SeatMapping]:
     """Groups policies (name -> the seats it plays) into as few stacks as possible: policies with equal observation
-    shape, action space, number of seats and `configs` value share one.
+    shape, images, action space, number of seats and `configs` value share one.
 
-    Raises ValueError if a policy's seats differ in observation shape or action space.
+    Raises ValueError if a policy's seats differ in observation shape, images or action space.
     """
     stacks: dict[tuple[Any, ...], list[str]] = {}
-    layouts: dict[str, EntityLayout | None] = {}
+    layouts: dict[str, Layout | None] = {}
     for name, own in seats.items():
-        layout = entity_layout(env, own) if getattr(configs[name], "encoder", "flat") != "flat" else None
-        layouts[name] = layout
-        kinds = {((layout.size,) if layout else env.observation_shapes[seat], env.action_spaces[seat]) for seat in own}
+        arranged = entity_layout(env, own) if getattr(configs[name], "encoder", "flat") != "flat" else None
+        layouts[name] = arranged or image_layout(env, own[0])
+        kinds = set()
+        for seat in own:
+            shape = (arranged.size,) if arranged else env.observation_shapes[seat]
+            kinds.add((shape, env.action_spaces[seat], *env.images_of(seat)))
         if len(kinds) > 1:
             raise ValueError(
                 f"policy {name} plays {', '.join(env.seats[s] for s in own)}, which differ in observation shape or "
                 f"action space ({'; '.join(map(str, kinds))}): give each kind of seat a policy of its own"
             )
-        arranged = layout and (layout.own, layout.counts, layout.widths)
-        stacks.setdefault((*kinds.pop(), len(own), repr(configs[name]), arranged), []).append(name)
+        entities = arranged and (arranged.own, arranged.counts, arranged.widths)
+        stacks.setdefault((*kinds.pop(), len(own), repr(configs[name]), entities), []).append(name)
     mappings = []
     for (view, space, *_), names in stacks.items():
         first = names[0]

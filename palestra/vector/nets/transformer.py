@@ -32,9 +32,8 @@ from palestra.vector.nets.attention import (
     rowwise,
 )
 from palestra.vector.nets.dense import GAIN, LayerNorm, Linear
-from palestra.vector.nets.entities import EntityLayout
 from palestra.vector.nets.heads import encode_actions, encoding_size, make_head
-from palestra.vector.nets.layers import Net, NetConfig, Team
+from palestra.vector.nets.layers import Layout, Net, NetConfig, Team
 from palestra.vector.nets.retention import StepMemory, head_decays
 
 # outputs [P, G, O] and the number of a seat within the team -> its actions [P, G, ...] and log-probabilities [P, G]
@@ -79,7 +78,7 @@ class MultiAgentTransformer(Net):
         generators: Sequence[torch.Generator],
         gain: float = 1.0,
         team_size: int = 1,
-        entities: EntityLayout | None = None,
+        layout: Layout | None = None,
     ) -> None:
         if config.gru_units or config.communication_rounds:
             raise ValueError(
@@ -92,9 +91,7 @@ class MultiAgentTransformer(Net):
                 f"network: {config.network.type}: algorithm mat has a network of its own, the transformer: leave "
                 "network out, or use another algorithm (mappo)"
             )
-        super().__init__(
-            observation_shape, make_head(space).outputs, config, generators, gain, True, team_size, entities
-        )
+        super().__init__(observation_shape, make_head(space).outputs, config, generators, gain, True, team_size, layout)
         units = config.hidden[-1]
         heads = config.attention_heads
         activation = config.activation

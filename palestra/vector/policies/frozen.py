@@ -18,6 +18,7 @@ from torch import Tensor
 from palestra.core.accel.jit import jit, jit_inline
 from palestra.envs.vector_base import VectorEnv, VectorStep
 from palestra.envs.vector_check import random_actions
+from palestra.vector.nets.entities import EntityLayout
 from palestra.vector.nets.heads import ActionHead
 from palestra.vector.nets.layers import Net, member_weights, with_member_weights
 from palestra.vector.nets.normalise import RunningNorm
@@ -54,7 +55,7 @@ class NetMember:
             self.seat_mapping.observation_shape,
             self.seat_mapping.action_space,
             self.seat_mapping.seat_id,
-            self.seat_mapping.entities,
+            self.seat_mapping.layout,
             self.norm is None,
         )
         return sizes, self.net.settings, type(self.head), self.greedy, seen
@@ -182,8 +183,8 @@ class NetGroup:
     def _views(self, rows: ActBatch) -> Tensor:
         """Returns the networks' inputs [R, *inputs]."""
         obs = torch.from_numpy(rows.frame.obs[rows.env_index, rows.seat_index])
-        if self.seat_mapping.entities:
-            obs = self.seat_mapping.entities.arrange(obs, torch.from_numpy(rows.seat_index))
+        if isinstance(self.seat_mapping.layout, EntityLayout):
+            obs = self.seat_mapping.layout.arrange(obs, torch.from_numpy(rows.seat_index))
         elif len(self.seat_mapping.observation_shape) == 1:
             obs = obs[:, : self.seat_mapping.observation_shape[0]]
         if not self.seat_mapping.seat_id:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from palestra.core.types import RolloutBatch
-from palestra.envs.vector_base import VectorEnv, VectorStep
-from palestra.vector.nets.heads import make_head
+from palestra.envs.vector_base import VectorEnv, VectorStep, zero_actions
 from palestra.vector.policies.frozen import ActBatch, FrozenMember, build_group
 
 
@@ -118,10 +117,7 @@ class Mixture:
         self.name = name
         self.opponent_sampler = opponent_sampler
         self.names, self._numbers = list(members_by_name), np.array(self.seats)
-        spaces = [env.action_spaces[seat] for seat in self.seats]
-        width = max(make_head(space).width for space in spaces)
-        self._shape = (width,) * bool(width)
-        self._dtype = spaces[0].dtype
+        self._spaces = env.action_spaces
         alike: dict[object, list[int]] = {}
         for number, member in enumerate(members_by_name.values()):
             alike.setdefault(member.group_key, []).append(number)
@@ -156,7 +152,7 @@ class Mixture:
             ).float()
         now = recurrent_state[:, : 1 + S].numpy().astype(np.int64)
         self._played.append(now)
-        actions = np.zeros((len(is_first), S, *self._shape), self._dtype)
+        actions = zero_actions(self._spaces, (len(is_first),))[:, self.seats]
         numbers = now[:, 1:]
         for i, group in enumerate(self.groups):
             mine = self.group[numbers] == i
@@ -169,7 +165,11 @@ class Mixture:
                     vector_step, games, seats, members, remembered, is_first[games], self.rng, self.generator
                 )
                 chosen, new_state = group.act(rows)
-                actions[(games, places) if chosen.ndim == 1 else (games, places, slice(chosen.shape[1]))] = chosen
+                if actions.ndim == 2:
+                    actions[games, places] = chosen
+                else:  # may be shorter than other seats' actions: one number if it is discrete
+                    rows_of_numbers = chosen if chosen.ndim == 2 else chosen[:, None]
+                    actions[games, places, : rows_of_numbers.shape[1]] = rows_of_numbers
                 if new_state is not None:
                     self._member_states(recurrent_state)[games, places, : group.recurrent_units] = new_state
         return actions, None, recurrent_state

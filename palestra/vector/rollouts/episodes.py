@@ -24,7 +24,7 @@ from pydantic import BeforeValidator, Field
 
 from palestra.core.files import replacing_file
 from palestra.core.types import RolloutBatch
-from palestra.envs.vector_base import Discrete, VectorEnv
+from palestra.envs.vector_base import Discrete, VectorEnv, zero_actions
 from palestra.vector.policies.base import VectorPolicy
 from palestra.vector.rollouts.rollout import VectorRollout
 
@@ -283,7 +283,7 @@ def _actions(rows: _Rows) -> np.ndarray:
             f"the episodes in {rows.path} are of another env: an action is {have}, and in env "
             f'"{env.name}" {want}; {FIX}'
         )
-    dtype = env.action_spaces[0].dtype
+    dtype = zero_actions(env.action_spaces, ()).dtype
     actions = rows.scalars("action", dtype) if scalar else rows.lists("action", (max(sizes),))
     acts = rows.scalars("acts", bool)
     for seat, space in enumerate(env.action_spaces):

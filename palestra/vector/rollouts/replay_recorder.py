@@ -48,7 +48,8 @@ class ReplayRecorder(VectorEnv):
         step = self.env.step(actions)
         mask = self._agent_mask
         for game, shown in self._shown.items():
-            self.games[game].frames.append(_frame(shown, mask[game], played[game], step.rewards[game]))
+            actions_of_seats = self._own_actions(played[game])
+            self.games[game].frames.append(_frame(shown, mask[game], actions_of_seats, step.rewards[game]))
             replay = self.games[game]
             if step.done[game]:
                 replay.end = "terminated" if step.terminated[game] else "truncated"
@@ -57,6 +58,11 @@ class ReplayRecorder(VectorEnv):
                 replay.end = "cut"
         self._look(step, [game for game in self._shown if not self.games[game].end])
         return step
+
+    def _own_actions(self, actions: np.ndarray) -> list[list[float]]:
+        """Returns the actions [N, ...] of a game without padding; a discrete one is one number."""
+        pairs = zip(actions, self.action_spaces, strict=True)
+        return [action[: space.width or 1].tolist() for action, space in pairs]
 
     def scripted_actions(self, name: str, seat: int) -> np.ndarray:
         return self.env.scripted_actions(name, seat)
@@ -98,8 +104,6 @@ def _render(env: VectorEnv, step: VectorStep, game: int) -> RenderFrame | None:
     return (picture[..., -3:] if picture.shape[-1] % 3 == 0 else picture[..., -1]).copy()
 
 
-def _frame(shown: RenderFrame, acts: np.ndarray, actions: np.ndarray, rewards: np.ndarray) -> ReplayFrame:
+def _frame(shown: RenderFrame, acts: np.ndarray, actions: list[list[float]], rewards: np.ndarray) -> ReplayFrame:
     picture, text = (None, shown) if isinstance(shown, str) else (to_png(shown), None)
-    return ReplayFrame(
-        picture=picture, text=text, acts=acts.tolist(), actions=actions.tolist(), rewards=rewards.tolist()
-    )
+    return ReplayFrame(picture=picture, text=text, acts=acts.tolist(), actions=actions, rewards=rewards.tolist())

@@ -108,10 +108,12 @@ class VectorRollout:
         actions, logp, self.recurrent_states[player.name] = player.act(
             seen, self.recurrent_states[player.name], self.is_first
         )
-        if actions.ndim == 3:  # may be shorter than other seats' actions
-            batch.actions[t][:, player.seats, : actions.shape[2]] = actions
-        else:
-            batch.actions[t][:, player.seats] = actions
+        joint = batch.actions[t]
+        if joint.ndim == 2:
+            joint[:, player.seats] = actions
+        else:  # may be shorter than other seats' actions: one number if it is discrete
+            rows = actions if actions.ndim == 3 else actions[..., None]
+            joint[:, player.seats, : rows.shape[2]] = rows
         if logp is not None:
             batch.logp[t][:, player.seats] = logp
 
@@ -266,7 +268,10 @@ def check_legal_actions(env: VectorEnv, batch: RolloutBatch) -> None:
         return
     width = batch.action_mask.shape[-1]
     acts = batch.agent_mask[:-1].ravel()
-    place = np.arange(len(acts)) * width + batch.actions.ravel().clip(0, width - 1)
+    actions = batch.actions
+    if actions.ndim == 4:  # of several kinds; all is legal for seats whose actions are not discrete
+        actions = actions[..., 0].astype(np.int64)
+    place = np.arange(len(acts)) * width + actions.ravel().clip(0, width - 1)
     if (batch.action_mask[:-1].ravel()[place] | ~acts).all():  # a policy takes a legal action if there is one
         return
     stuck = batch.agent_mask[:-1] & ~batch.action_mask[:-1].any(-1)

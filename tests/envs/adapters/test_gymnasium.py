@@ -373,9 +373,14 @@ def test_every_observation_space_is_encoded() -> None:
     assert obs_encoder(bytes_, "").encode((np.array([255, 51], np.uint8), {"c": 0})).tolist() == pytest.approx(
         [1, 0.2, 1, 0]
     )
-    camera = spaces.Dict({"camera": spaces.Box(0, 255, (64, 64, 3), np.uint8), "speed": spaces.Box(0, 1, (1,))})
-    with pytest.raises(ValueError, match=r"x sees an image \(64, 64, 3\) as part 'camera' of Dict"):
-        obs_encoder(camera, "x")
+    camera = spaces.Box(0, 255, (3, 64, 64), np.uint8)
+    inner = spaces.Dict({"camera": camera, "gear": spaces.Discrete(2)})
+    seen = obs_encoder(spaces.Dict({"a": spaces.Box(0, 1, (1,)), "b": inner, "c": camera}), "x")
+    size = 64 * 64 * 3
+    assert seen.shape == (2 * size + 3,) and seen.images == ((64, 64, 3),) * 2 and not seen.is_uint8
+    black, white = np.zeros((3, 64, 64), np.uint8), np.full((3, 64, 64), 255, np.uint8)
+    row = seen.encode({"a": [0.5], "b": {"camera": black, "gear": 1}, "c": white})
+    assert not row[:size].any() and (row[size : 2 * size] == 1).all() and row[2 * size :].tolist() == [0.5, 0, 1]
     with pytest.raises(ValueError, match="a text: small networks read numbers"):
         obs_encoder(spaces.Dict({"hint": spaces.Text(8)}), "x")
     with pytest.raises(ValueError, match="size is not fixed"):

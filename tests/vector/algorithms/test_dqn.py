@@ -295,7 +295,9 @@ def test_exported_policy_plays_identically(tmp_path: Path, duelling: bool, memor
 
 @pytest.mark.parametrize("space", [Continuous((-1.0,), (1.0,)), MultiDiscrete((2, 3))])
 def test_non_discrete_actions_are_refused(space: Space) -> None:
-    with pytest.raises(ValueError, match='dqn compares the values of single actions, but env "countdown" takes'):
+    with pytest.raises(
+        ValueError, match='dqn compares the values of single actions, but seat "seat0" of env "countdown" takes'
+    ):
         learner(DQN(), Countdown(space=space), {"one": [0, 1]})
 
 

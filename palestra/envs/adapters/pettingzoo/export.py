@@ -9,7 +9,7 @@ import numpy as np
 import pettingzoo
 
 from palestra.envs.adapters.gymnasium import gymnasium_space, observation_box, with_action_mask
-from palestra.envs.vector_base import Discrete, VectorEnv, VectorStep
+from palestra.envs.vector_base import Discrete, VectorEnv, VectorStep, zero_actions
 
 MakeVectorEnv = Callable[[int], VectorEnv]
 
@@ -64,20 +64,13 @@ class _ToPettingZoo:
         self.agents = list(self.possible_agents)
 
     def play_step(self, actions: dict[str, Any]) -> VectorStep:
-        by_seat = [self._action_or_zero(n, actions.get(seat)) for n, seat in enumerate(self.possible_agents)]
-        if not isinstance(self.inner.action_spaces[0], Discrete):
-            width = max(len(action) for action in by_seat)
-            by_seat = [np.pad(action, (0, width - len(action))) for action in by_seat]
-        kind = np.float32 if by_seat[0].dtype.kind == "f" else np.int32
-        self.vector_step = self.inner.step(np.stack(by_seat)[None].astype(kind))
+        by_seat = zero_actions(self.inner.action_spaces, (1,))
+        for n, seat in enumerate(self.possible_agents):
+            if (action := actions.get(seat)) is not None:
+                by_seat.reshape(len(self.possible_agents), -1)[n, : np.size(action)] = action
+        self.vector_step = self.inner.step(by_seat)
         self._over = bool(self.vector_step.done[0])
         return self.vector_step
-
-    def _action_or_zero(self, n: int, action: Any) -> np.ndarray:
-        if action is not None:
-            return np.asarray(action)
-        space = self.action_spaces[self.possible_agents[n]]
-        return np.zeros(space.shape or (), space.dtype or np.int32)
 
     def observe(self, agent: str) -> Any:
         n = self.possible_agents.index(agent)

@@ -15,7 +15,7 @@ from pettingzoo.utils.wrappers import AssertOutOfBoundsWrapper, OrderEnforcingWr
 from palestra.core.config.user_modules import import_object
 from palestra.envs.adapters.gymnasium import (
     action_decoder,
-    can_use_action_mask,
+    can_use_action_masks,
     flat_box_size,
     obs_encoder,
     read_result,
@@ -24,6 +24,7 @@ from palestra.envs.adapters.gymnasium import (
     split_action_mask,
     without_action_mask,
 )
+from palestra.envs.adapters.observations import fit_in_one_array, images_by_seat
 from palestra.envs.adapters.wrappers import Wrappers, reset_arguments, wrap
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
 from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, require_flag, to_action_mask, to_array, to_reward
@@ -54,22 +55,24 @@ class _PettingZooGame:
         self.seat_numbers = {agent: seat for seat, agent in enumerate(self.agents)}
         seen = [split_action_mask(env.observation_space(agent)) for agent in self.agents]
         self.has_dict_obs = [is_masked for _, is_masked in seen]
-        self.obs_encoders = [
-            obs_encoder(space, str(agent)) for (space, _), agent in zip(seen, self.agents, strict=True)
-        ]
+        encoders = [obs_encoder(space, str(agent)) for (space, _), agent in zip(seen, self.agents, strict=True)]
+        self.obs_encoders = fit_in_one_array(encoders, self.agents)
         self.action_decoders = [action_decoder(env.action_space(agent), str(agent)) for agent in self.agents]
-        has_masks = any(self.has_dict_obs) or any("action_mask" in info for info in infos.values())
+        masked_spaces = [
+            choice.space
+            for agent, is_masked, choice in zip(self.agents, self.has_dict_obs, self.action_decoders, strict=True)
+            if is_masked or "action_mask" in infos.get(agent, ())
+        ]
         self.spec = VectorEnvSpec(
             tuple(str(agent) for agent in self.agents),
             tuple(encoder.shape for encoder in self.obs_encoders),
             tuple(choice.space for choice in self.action_decoders),
             state_size=_state_size(env) if state else 0,
             uint8_observations=all(encoder.is_uint8 for encoder in self.obs_encoders),
-            has_action_mask=can_use_action_mask(
-                has_masks, [choice.space for choice in self.action_decoders], False, str(env)
-            ),
+            has_action_mask=can_use_action_masks(masked_spaces, str(env)),
             reports_success="by_seat",
             has_seat_terminated=len(self.agents) > 1,
+            observation_images=images_by_seat(self.obs_encoders),
         )
         self.seat_success = np.full(len(self.agents), np.nan, np.float32)  # in the current episode
         if state and not self.spec.state_size:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -96,8 +95,8 @@ class COMALearner(NetLearner):
 
     def __init__(self, config: COMA, spec: NetLearnerSpec) -> None:
         env = spec.env
-        sizes = [space.n for space in env.action_spaces if isinstance(space, Discrete)]
-        if len(sizes) < len(env.action_spaces):
+        sizes = [space.n for space in spec.action_spaces if isinstance(space, Discrete)]
+        if len(sizes) < len(spec.action_spaces):
             raise ValueError(
                 f'coma needs a value of every action of a seat, and env "{env.name}" has seats without discrete '
                 "actions: use ppo or a2c"
@@ -107,7 +106,7 @@ class COMALearner(NetLearner):
         self.num_actions = max(sizes)
         self.updates = 0
         self.learns = torch.zeros(len(env.seats), dtype=torch.bool, device=spec.device)
-        self.learns[constant(tuple(chain.from_iterable(spec.seats.values())), spec.device)] = True
+        self.learns[constant(tuple(spec.learning_seats), spec.device)] = True
         self.critics = [self._critic(stack) for stack in self.stacks]
 
     def _critic(self, stack: PolicyStack) -> CentralCritic:
@@ -198,7 +197,7 @@ class COMALearner(NetLearner):
         names = stack.seat_mapping.names
         observations, is_first = self._policy_inputs(stack, batch)
         out, _ = stack.net.unroll(observations[:, :-1], batch.recurrent_state.get("+".join(names)), is_first[:, :-1])
-        actions = stack.rows(batch.actions).long()
+        actions = stack.actions(batch)
         logp, entropy = stack.head.evaluate_actions(out, actions, stack.action_masks(batch))
         inputs = (logp, entropy, stack.rows(batch.logp), stack.rows(advantages))
         share = normalise_weights(stack.rows(batch.agent_mask[:-1]).float())
@@ -226,7 +225,8 @@ class COMALearner(NetLearner):
             moments, ends = self._probabilities(stack, batch)
             policy[:, :, seats, :choices], last[:, seats, :choices] = moments, ends
         (times, games), agent_mask = batch.end_index, batch.agent_mask
-        actions = torch.cat([batch.actions.long() * self.learns, self._draw(policy[-1:])])
+        chosen = batch.actions if batch.actions.dim() == 3 else batch.actions[..., 0]  # of several kinds
+        actions = torch.cat([chosen.long() * self.learns, self._draw(policy[-1:])])
         drawn = self._draw(last)
         seen = self._critic_features(batch.obs, batch.state, actions, agent_mask)
         alive = agent_mask[times, games] & ~batch.seats_terminated[times, games]

@@ -47,11 +47,12 @@ class CQLSACLearner(OfflineLearner, SACLearner):
     noise_correlation = 0.0
 
     def __init__(self, config: CQLSAC, spec: NetLearnerSpec) -> None:
-        if not all(isinstance(space, Continuous) for space in spec.env.action_spaces):
-            raise ValueError(
-                f'cql_sac samples actions between their bounds, but env "{spec.env.name}" takes '
-                f"{spec.env.action_spaces[0]}: use type: cql, or iql"
-            )
+        for space in spec.action_spaces:
+            if not isinstance(space, Continuous):
+                raise ValueError(
+                    f'cql_sac samples actions between their bounds, but env "{spec.env.name}" takes {space}: use type: '
+                    "cql, or iql"
+                )
         super().__init__(config, spec)  # type: ignore[arg-type]  # methods that read replay settings are overridden
 
     def build_replay(self) -> DataSet:

@@ -268,7 +268,7 @@ class GAILLearner(ActorCriticLearner):
     policies."""
 
     def __init__(self, config: GAIL, spec: NetLearnerSpec) -> None:
-        if any(len(shape) == 3 for shape in spec.env.observation_shapes):
+        if any(map(spec.env.sees_image, spec.learning_seats)):
             raise ValueError(f'gail cannot see the pixels of env "{spec.env.name}" beside actions: use bc')
         super().__init__(config, spec)
         self.imitation = config

@@ -141,7 +141,7 @@ class MATLearner(ActorCriticLearner):
             make_generators([self.seeds[name] for name in seat_mapping.names]),
             self.output_gain,
             len(seat_mapping.seats[0]),
-            seat_mapping.entities,
+            seat_mapping.layout,
         )
 
     def _critic(self, seat_mapping: SeatMapping) -> ValueCritic:

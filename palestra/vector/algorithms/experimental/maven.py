@@ -94,7 +94,7 @@ class MAVENLearner(QMIXLearner):
 
     def __init__(self, config: MAVEN, spec: NetLearnerSpec) -> None:
         env = spec.env
-        if not env.state_size and any(len(shape) > 1 for shape in env.observation_shapes):
+        if not env.state_size and any(map(env.sees_image, range(len(env.seats)))):
             raise ValueError(
                 f'maven draws latents from a global state, and env "{env.name}" has only pixels: give the env a '
                 "state, or use qmix with mixer: vdn"
