@@ -121,10 +121,10 @@ def _padding(counts: Sequence[int], device: torch.device) -> Padding:
 
 def reduce_rows(x_Ri: Tensor, a_Ti: Tensor, runs: Sequence[Run]) -> list[Tensor]:
     """Returns `x A'` of each run, by adapter [n, w, r]."""
-    return [_batched(run.blocks(x_Ri), run.matrices(a_Ti).mT) for run in runs]
+    return [_multiply_blocks(run.blocks(x_Ri), run.matrices(a_Ti).mT) for run in runs]
 
 
-def _batched(left: Tensor, right: Tensor) -> Tensor:
+def _multiply_blocks(left: Tensor, right: Tensor) -> Tensor:
     if len(left) == 1:
         return (left[0] @ right[0])[None]  # takes less time than a batch of one
     return torch.bmm(left, right)

@@ -102,11 +102,11 @@ class BlockRoute:
         owners = [route.owner for route in self.routes]
         is_small = x.is_cuda or sum(self.counts) <= MAX_GROUPED_ROWS * len(owners)
         if is_small and type(layer) is nn.Linear and all(owner.mergeable for owner in owners):
-            return self._grouped(name, x, layer, owners)
+            return self._linear_by_groups(name, x, layer, owners)
         blocks = zip(self.routes, x.split(self.counts, dim=-2), strict=True)
         return torch.cat([route.linear(name, block, layer) for route, block in blocks], dim=-2)
 
-    def _grouped(self, name: str, x: Tensor, layer: nn.Linear, owners: Sequence[Adapter]) -> Tensor:
+    def _linear_by_groups(self, name: str, x: Tensor, layer: nn.Linear, owners: Sequence[Adapter]) -> Tensor:
         ranks = tuple(len(owner.weights[name][0]) if name in owner.weights else 0 for owner in owners)
         adapted = [owner for owner, rank in zip(owners, ranks, strict=True) if rank]
         if not adapted:
