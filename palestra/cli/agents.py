@@ -117,7 +117,7 @@ def serve_agent(  # noqa: PLR0913 - a parameter for each option
     Ctrl-C or SIGTERM ends the server after pending answers; a second one ends it at once.
     """
     with user_errors(", ".join(map(str, where))):
-        require_packages("serving an agent", "workflow", "starlette", "uvicorn", "httptools")
+        require_packages("serving an agent", "workflow", "starlette", "uvicorn", "httptools", "jsonschema")
         from palestra.api.agents.serve import load_agents, read_api_key
         from palestra.api.agents.trained_agent import find_agents
 

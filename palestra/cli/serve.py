@@ -188,7 +188,9 @@ def parse_named(settings: list[str] | None, *default: str) -> dict[str, str]:
 
 def require_service() -> None:
     """Raises ValueError if optional packages of the service are not installed."""
-    require_packages("the service", "service", "fastapi", "uvicorn", "httptools", "sqlalchemy", "jwt", "zstandard")
+    require_packages(
+        "the service", "service", "fastapi", "uvicorn", "httptools", "sqlalchemy", "jwt", "zstandard", "jsonschema"
+    )
 
 
 keys = typer.Typer(no_args_is_help=True, help="Add, list and remove API keys of the service.")

@@ -116,7 +116,7 @@ def test_program_is_solved_by_scripted_agents(name: str) -> None:
     calls = [(seat, asked) for turn in env._played for seat, (asked, _) in turn.items()]
     assert [seat for seat, _ in calls] == ["caller"] * 3 + ["checker"] * TRIES
     assert {seat for seat, asked in calls if asked.stream} == framework.streamed
-    assert all(asked.form.keys == framework.keys for seat, asked in calls if seat == "checker")
+    assert all(tuple(asked.form.schema["required"]) == framework.keys for seat, asked in calls if seat == "checker")
     assert {asked.form.tool for seat, asked in calls if seat == "caller"} == {"" if framework.must_call else None}
     role = {"caller": "tools agent", "checker": "math reasoner"}
     for seat, asked in calls:

@@ -115,6 +115,7 @@ OPTIONAL = (
         "vmas",
         "aiohttp",
         "datasets",
+        "jsonschema",
         "math_verify",
         "prometheus_client",
         "sympy",  # installed with either of the two

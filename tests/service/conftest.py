@@ -56,6 +56,7 @@ def postgres(postgresql: str) -> Iterator[str]:
 def context(tmp_path: Path, tiny: Any) -> Iterator[ServiceContext]:
     store = Store.open(f"sqlite:///{tmp_path / 'store.sqlite'}")
     ours, theirs = WakeupSocket.pair()
+    theirs.sock.close()  # no worker wakes this front end
     limits = ClientLimits(body=200_000, poll=0.05, models=3, queue=50)
     vault = WeightStore(tmp_path / "weights")
     yield ServiceContext(
@@ -63,7 +64,6 @@ def context(tmp_path: Path, tiny: Any) -> Iterator[ServiceContext]:
     )
     store.close()
     ours.sock.close()
-    theirs.sock.close()
 
 
 @pytest.fixture

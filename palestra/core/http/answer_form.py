@@ -2,28 +2,29 @@
 call (`tool_choice`), or at most one call (`parallel_tool_calls`).
 
 No model is forced into the form, and none is shown the schema: an algorithm needs what the policy
-itself says. A reply in another form reaches the program as it is, with the field `warning`; in a
-workflow it counts as an invalid answer.
+itself says. An answer in another form reaches a workflow's program as it is, with the field
+`warning`, and counts as invalid; the training service answers with a `refusal` in its place.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from palestra.core.chat import Json
+from palestra.core.http.bodies import read_json
+
+SCHEMA_FIELDS = ("schema", "name", "description", "strict")  # the last three change no check
 
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """The form of an answer without calls (`keys`: a JSON object with these; None: any text), the
+    """The form of an answer without calls (`schema`: a JSON object of it; None: any text), the
     tool that it must call ("": any of them; None: it need not), and whether two calls are too many.
     """
 
-    keys: tuple[str, ...] | None = None
+    schema: Json | None = None
     tool: str | None = None
     is_single_call: bool = False
 
@@ -35,8 +36,8 @@ class AnswerForm:
             given = str(is_parallel)[:64]
             raise ValueError(f"'parallel_tool_calls' is {given!r}: send true or false")
         names = [(tool.get("function") or tool).get("name") for tool in body.get("tools") or ()]
-        keys = _parse_keys(body.get("response_format"))
-        return cls(keys, _parse_tool(body.get("tool_choice"), names), is_parallel is False)
+        schema = _parse_format(body.get("response_format"))
+        return cls(schema, _parse_tool(body.get("tool_choice"), names), is_parallel is False)
 
     def check(self, message: Json) -> str:
         """Returns what an answer breaks of its form; "" if nothing."""
@@ -47,30 +48,43 @@ class AnswerForm:
             return "the answer calls no tool, and tool_choice asks for a call"
         if self.tool and set(called) != {self.tool}:
             return f"the answer calls {called[0]!r}, and tool_choice asks for {self.tool!r}"
-        if self.keys is None or called:
+        if self.schema is None or called:
             return ""
-        if (value := _read_object(message["content"])) is None:
+        try:
+            value = read_json(message["content"].encode())
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
             return "the answer is no JSON object, and response_format asks for one"
-        if missing := [key for key in self.keys if key not in value]:
-            return f"the answer lacks the key {missing[0]!r} of response_format"
-        return ""
+        if not self.schema:
+            return ""
+        from palestra.core.http.json_schema import find_mismatch
+
+        mismatch = find_mismatch(value, self.schema)
+        return f"the answer is not of the schema of response_format: {mismatch}" if mismatch else ""
 
 
-def _parse_keys(response_format: Any) -> tuple[str, ...] | None:
-    """Returns the keys that an answer in a `response_format` must have; None if it may be any."""
+def _parse_format(response_format: Any) -> Json | None:
+    """Returns the schema of a `response_format`, {} for any object; None if an answer may be any text."""
     if response_format in (None, {}, {"type": "text"}):
         return None
-    kind = _field(response_format, "type")
-    if kind == "json_object":
-        return ()
-    schema = _field(_field(response_format, "json_schema"), "schema")
-    required = None
-    if kind == "json_schema" and isinstance(schema, dict):
-        required = schema.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
-        known = "text, json_object, or json_schema with a json_schema.schema"
+    if response_format == {"type": "json_object"}:
+        return {}
+    described = _field(response_format, "json_schema")
+    schema = _field(described, "schema")
+    is_schema = response_format == {"type": "json_schema", "json_schema": described}
+    if not is_schema or not isinstance(schema, dict) or described.keys() - {*SCHEMA_FIELDS}:
+        known = f"text, json_object, or json_schema with a json_schema of {', '.join(SCHEMA_FIELDS)}"
         raise ValueError(f"'response_format' is {str(response_format)[:64]!r}: send type {known}")
-    return tuple(required)
+    try:
+        from palestra.core.http.json_schema import parse_schema
+    except ImportError as error:
+        needed = f"{error.name}: pip install 'palestra[workflow]'"
+        raise ValueError(f"'response_format' of type json_schema needs {needed}") from error
+    try:
+        return parse_schema(schema)
+    except ValueError as error:
+        raise ValueError(f"'response_format' has a schema that is not used here: {error}") from None
 
 
 def _parse_tool(choice: Any, names: Sequence[str]) -> str | None:
@@ -90,12 +104,4 @@ def _field(value: Any, key: str) -> Any:
     """Returns a field of a mapping; None of anything else."""
     if isinstance(value, Mapping):
         return value.get(key)
-    return None
-
-
-def _read_object(text: str) -> Json | None:
-    with suppress(ValueError, RecursionError):
-        value = json.loads(text)
-        if isinstance(value, dict):
-            return value
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -139,9 +139,7 @@ def parse_call(body: Any, models: Sequence[str]) -> ChatCall:
     if body.get("stream") not in (None, True, False):
         raise ValueError(f"stream is {str(body['stream'])[:64]!r}: send true or false")
     check_limits(body.get("max_tokens"), body.get("max_completion_tokens"))
-    chat = parse_conversation(body.get("messages"), body.get("tools"))
-    if body.get("tool_choice") == "none":
-        chat = replace(chat, tools=())
+    chat = parse_conversation(body.get("messages"), body.get("tools"), body.get("tool_choice"))
     form = AnswerForm.parse(body)
     settings = {key: body[key] for key in SAMPLING_KEYS if body.get(key) is not None}
     usage = wants_stream_usage(body.get("stream_options"))
@@ -196,8 +194,6 @@ def parse_conversation(messages: Any, tools: Any = None, choice: Any = None) -> 
             raise ValueError(
                 f"tools.{i}: the tool has no name: send {{'type': 'function', 'function': {{'name': ...}}}}"
             )
-    if choice not in (None, "auto", "none"):
-        raise ValueError(f"tool_choice {str(choice)[:64]!r} is not done here: send auto or none")
     return Chat(tuple(messages), () if choice == "none" else tuple(tools or ()))
 
 

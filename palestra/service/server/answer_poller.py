@@ -10,7 +10,8 @@ from itertools import chain
 from palestra.service.server.state import ServiceContext
 from palestra.service.storage.database import OUTAGE_ERRORS
 
-POLL_INTERVAL_S = 0.02  # seconds between two queries without a wake-up
+POLL_INTERVAL_S = 0.02  # seconds between two queries without a worker that wakes this front end
+WOKEN_INTERVAL_S = 0.5  # with one: for what another front end answers
 MAX_IDS_PER_QUERY = 1000  # ids in one query
 OUTAGE_PAUSE_S = 1.0  # seconds between two queries while the database does not answer
 
@@ -19,13 +20,14 @@ class AnswerPoller:
     """Wakes polls when their request has an answer. One instance for each front end.
 
     While any poll is pending, one task waits on the wake-up socket and queries the store for all of them: a thousand
-    polls cost one query per interval.
+    polls cost one query per wake-up. A new poll asks for one too: its answer may have been written just before.
     """
 
     def __init__(self, context: ServiceContext) -> None:
         self.context = context
         self._waiting: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
         self._watch: asyncio.Task[None] | None = None
+        self._ringing = asyncio.Event()  # set by the worker's wake-up, and by a new poll
         self.is_closed = False
 
     def close(self) -> None:
@@ -43,6 +45,7 @@ class AnswerPoller:
         answered = asyncio.Event()
         for id in ids:
             self._waiting[id].add(answered)
+        self._ringing.set()
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._look())
         try:
@@ -62,11 +65,13 @@ class AnswerPoller:
 
     async def _look(self) -> None:
         while self._waiting:
+            self._ringing = asyncio.Event()
             try:
                 await self._wake(list(self._waiting))
             except OUTAGE_ERRORS:  # polls keep waiting: clients repeat a poll that ends without an answer
                 await asyncio.sleep(OUTAGE_PAUSE_S)
-            await self.context.wakeup.wait_async(POLL_INTERVAL_S)
+            wakeup = self.context.wakeup
+            await wakeup.wait_async(POLL_INTERVAL_S if wakeup.peer_gone else WOKEN_INTERVAL_S, self._ringing)
 
     async def _wake(self, ids: list[str]) -> None:
         for start in range(0, len(ids), MAX_IDS_PER_QUERY):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
@@ -170,7 +170,12 @@ class Store:
         be their cause and is answered with an error."""
         message = f"the server's worker died {MAX_TAKES} times while this request was under way: make it smaller"
         poison = StoredAnswer.failure("", message, "server")
-        values = {"state": "failed", "result": poison.result, "result_kind": "json", "finished": _next_finished()}
+        values = {
+            "state": "failed",
+            "result": poison.result,
+            "result_kind": "json",
+            "finished": _next_finished(time.time()),
+        }
         taken = requests.c.state == "taken"
         self._write(
             *self._answers_lock(),
@@ -180,11 +185,24 @@ class Store:
 
     def write_answers(self, answers: Iterable[StoredAnswer], updates: Iterable[sql.Executable] = ()) -> None:
         """Writes answers and the row updates of their requests in one transaction."""
-        statements = [*self._answers_lock(), *updates, *map(_answer, answers)]
+        parameters = [_answer_parameters(answer) for answer in answers]
+        statements = list(updates)
         try:
-            self._write(*statements)
+            self._write_answers(statements, _ANSWER, parameters)
         except IntegrityError:  # a front end inserted the same key concurrently; the retry replaces its row
-            self._write(*statements)
+            self._write_answers(statements, _ANSWER, parameters)
+
+    def _write_answers(
+        self, statements: Sequence[sql.Executable], answer: sql.Update, parameters: Sequence[Mapping[str, Any]]
+    ) -> int:
+        """Executes the statements, and then `answer` with each of `parameters`. Returns the number of answered rows."""
+
+        def work(connection: sql.Connection) -> int:
+            for statement in (*self._answers_lock(), *statements):
+                connection.execute(statement)
+            return connection.execute(answer, parameters).rowcount if parameters else 0
+
+        return self.database.write(work)
 
     def get_request(self, owner: str, id: str) -> TableRow | None:
         """Returns the owner's request with this id, or None."""
@@ -198,8 +216,8 @@ class Store:
     def cancel(self, owner: str, id: str) -> bool:
         """Answers a queued sample with "cancelled". Returns False if it has started or does not exist."""
         mine = (requests.c.owner == owner, requests.c.kind == "sample", requests.c.state == "queued")
-        answer = _answer(StoredAnswer.failure(id, "cancelled by its client")).where(*mine)
-        return self._write(*self._answers_lock(), answer) > 0
+        refusal = StoredAnswer.failure(id, "cancelled by its client")
+        return self._write_answers((), _ANSWER.where(*mine), [_answer_parameters(refusal)]) > 0
 
     def queue_depth(self, owner: str | None = None) -> QueueDepth:
         """Returns the unanswered requests of `owner`, or of all owners."""
@@ -302,20 +320,31 @@ class Store:
         return self.database.read(lambda connection: list(connection.execute(query).scalars()))
 
 
-def _next_finished() -> sql.ColumnElement[float]:
-    """Returns the present time, or a little more than the latest answer's, if that is later: another writer may have
-    committed since, or have a clock that is ahead. Pollers ask for answers after the latest that they know, and an
+def _next_finished(now: Any) -> sql.ColumnElement[float]:
+    """Returns the present time `now`, or a little more than the latest answer's, if that is later: another writer may
+    have committed since, or have a clock that is ahead. Pollers ask for answers after the latest that they know, and an
     earlier one would never reach them."""
     others = requests.alias()
-    now = time.time()
     latest = sql.select(sql.func.coalesce(sql.func.max(others.c.finished), 0.0)).scalar_subquery()
     return sql.case((latest + ANSWER_STEP_S > now, latest + ANSWER_STEP_S), else_=now)
 
 
-def _answer(done: StoredAnswer) -> sql.Update:
+def _answer_parameters(done: StoredAnswer) -> dict[str, Any]:
+    """Returns the parameters of `_ANSWER`."""
     state: RequestState = "failed" if done.failed else "done"
-    values = {"state": state, "result": done.result, "result_kind": done.kind, "finished": _next_finished()}
-    return sql.update(requests).where(requests.c.id == done.id).values(values | {"body": None})
+    return {"of": done.id, "to": state, "answer": done.result, "answer_kind": done.kind, "now": time.time()}
 
 
+_ANSWER = (
+    sql.update(requests)
+    .where(requests.c.id == sql.bindparam("of"))
+    .values(
+        state=sql.bindparam("to"),
+        result=sql.bindparam("answer"),
+        result_kind=sql.bindparam("answer_kind"),
+        finished=_next_finished(sql.bindparam("now", type_=sql.Float)),
+        body=None,
+    )
+)
+"""Statement that answers a request. It is built once: building takes as long as an answer of a small base."""
 _ANY_QUEUED = sql.select(requests.c.serial).where(requests.c.state == "queued").limit(1)

@@ -45,13 +45,13 @@ class WakeupSocket:
         if select.select([self.sock], [], [], seconds)[0]:
             self.read()
 
-    async def wait_async(self, seconds: float) -> None:
-        """Asynchronous `wait`. If the other end is gone, sleeps for `seconds`."""
+    async def wait_async(self, seconds: float, ringing: asyncio.Event) -> None:
+        """Asynchronous `wait`, which also ends when `ringing` is set. If the other end is gone, sleeps for
+        `seconds`."""
         if self.peer_gone:
             await asyncio.sleep(seconds)
             return
         loop = asyncio.get_running_loop()
-        ringing = asyncio.Event()
         loop.add_reader(self.sock, ringing.set)
         try:
             async with asyncio.timeout(seconds):

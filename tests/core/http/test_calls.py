@@ -1,6 +1,7 @@
 """Requests for chat completions: every field is used, changes nothing, or is refused by its name."""
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -67,6 +68,8 @@ def test_a_field_of_a_message_is_used_or_refused_by_name(name: str, value: Any, 
         ("response_format", {"type": "grammar"}),
         ("response_format", {"type": "json_schema"}),
         ("response_format", {"type": "json_schema", "json_schema": {"schema": {"required": [1]}}}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {}, "grammar": "x"}}),
+        ("response_format", {"type": "json_object", "schema": {}}),
         ("response_format", "json"),
         ("logit_bias", {"70": -100}),
         ("presence_penalty", 1.5),
@@ -90,6 +93,13 @@ def test_a_field_of_a_message_is_used_or_refused_by_name(name: str, value: Any, 
 def test_what_is_not_done_is_refused(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=field):
         parse_call(body(**{"max_tokens": 5, field: value}), ["a"])
+
+
+def test_schema_without_its_package_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    monkeypatch.delitem(sys.modules, "palestra.core.http.json_schema", raising=False)
+    with pytest.raises(ValueError, match=r"needs jsonschema: pip install 'palestra\[workflow\]'"):
+        parse_call(body(response_format=SCHEMA), ["a"])
 
 
 def test_fields_that_change_nothing_pass() -> None:
@@ -122,7 +132,8 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type":
         ({"response_format": {"type": "json_object"}}, "[1]", "no JSON object"),
         ({"response_format": {"type": "json_object"}}, ADD, ""),
         ({"response_format": SCHEMA}, '{"people": 3}', ""),
-        ({"response_format": SCHEMA}, '{"persons": 3}', "lacks the key 'people'"),
+        ({"response_format": SCHEMA}, '{"persons": 3}', "$: 'people' is a required property"),
+        ({"response_format": {"type": "json_object"}}, '{"people": NaN}', "no JSON object"),
         ({"response_format": SCHEMA}, "three", "no JSON object"),
         ({"tool_choice": "required"}, OTHER, ""),
         ({"tool_choice": "required"}, "three", "calls no tool"),

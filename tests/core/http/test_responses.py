@@ -97,7 +97,7 @@ def test_an_answer_in_a_schema_is_parsed_and_another_is_warned_of(endpoint: Endp
     assert parsed.output_parsed == Verdict(people=3) and not (parsed.model_extra or {}).get("warning")
     with pytest.raises(ValueError, match="people"):
         endpoint.client.responses.parse(**asked)
-    assert endpoint.asked[1].form.keys == ("people",)
+    assert endpoint.asked[1].form.schema == Verdict.model_json_schema() | {"additionalProperties": False}
     body = endpoint.create("hm", tools=[TOOL], tool_choice={"type": "function", "name": "add"})
     assert body.model_extra["warning"] == "the answer calls no tool, and tool_choice asks for a call"
 

@@ -281,7 +281,8 @@ def test_sampling_settings_reach_the_sampler(answered: Any) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "grammar"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "array"}}}},
         {"logit_bias": {"70": -100}},
         {"presence_penalty": 1.5},
         {"frequency_penalty": 2.0},
@@ -289,7 +290,7 @@ def test_sampling_settings_reach_the_sampler(answered: Any) -> None:
         {"min_p": 0.5},
         {"tool_choice": "required"},
         {"continue_final_message": True},
-        {"parallel_tool_calls": False},
+        {"parallel_tool_calls": 0},
         {"top_logprobs": 2},
         {"logprobs": True, "stream": True},
         {"max_tokens": 5, "max_completion_tokens": 7},
@@ -306,6 +307,40 @@ def test_what_is_not_served_is_refused_by_name(front: Front, change: dict[str, A
     assert reply.status_code == 400 and name in reply.json()["detail"], reply.text
     assert reply.json()["error"]["message"] == reply.json()["detail"]  # what OpenAI's clients show
     assert front.context.store.take_queued() == []
+
+
+COUNT = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "count", "strict": True, "schema": COUNT}}
+FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "any object": ({"response_format": {"type": "json_object"}}, '{"m": 1}', "{'m': 1}"),
+    "an object of the schema": ({"response_format": BY_SCHEMA}, ' {"n": 1}', '["n"]'),
+    "another type": ({"response_format": BY_SCHEMA}, '{"n": 1}', '{"n": "1"}'),
+    "a tool": ({"tool_choice": "required"}, CALL_TEXT, "two"),
+    "one call": ({"parallel_tool_calls": False}, CALL_TEXT, CALL_TEXT + CALL_TEXT),
+    "a call beside a form": ({"response_format": BY_SCHEMA}, CALL_TEXT, "two"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_answer_without_the_form_that_is_asked_for_is_a_refusal(talk: Any, answered: Any, form: str) -> None:
+    asked, right, wrong = FORMS[form]
+    body = {"model": "talk", "messages": HELLO, "tools": [TOOL], **asked}
+    (choice,) = answered(CHAT, body, right)[0].json()["choices"]
+    assert choice["message"]["content"] is not None and "refusal" not in choice["message"]
+    (choice,) = answered(CHAT, body, wrong)[0].json()["choices"]
+    assert next(iter(asked)) in choice["message"].pop("refusal") and choice["finish_reason"] == "stop"
+    thought = {"reasoning_content": "two"} if "<think>" in wrong else {}
+    assert choice["message"] == {"role": "assistant", "content": None, **thought}
+
+
+def test_a_refusal_is_streamed_in_the_place_of_the_answer(talk: Any, answered: Any) -> None:
+    body = {"model": "talk", "messages": HELLO, "response_format": BY_SCHEMA, "stream": True}
+    events = answered(CHAT, body, '<think>two</think>{"n": 1.5}')[0].text.split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events if "{" in event]
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    said = {key: "".join(delta.get(key, "") for delta in deltas) for key in ("content", "reasoning_content", "refusal")}
+    refusal = "the answer is not of the schema of response_format: $.n: 1.5 is not of type 'integer'"
+    assert said == {"content": "", "reasoning_content": "two", "refusal": refusal}
 
 
 def test_fields_that_change_nothing_are_accepted(answered: Any) -> None:

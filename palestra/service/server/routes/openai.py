@@ -1,8 +1,9 @@
 """OpenAI-compatible inference routes, so that other frameworks can use a trained agent.
 
 `model` is a path of weights (tinker://...) or a base's name. Conversations are rendered, and answers parted into
-thought, text and calls, as in training. A completion ends at the model's end token, or at a string in `stop`, which is
-cut off. With `stream` it is sent in pieces after it is complete, since completions share their batch.
+thought, text and calls, as in training. An answer that has not the form that the call asks for becomes OpenAI's
+`refusal` with the reason (core/http/answer_form.py). A completion ends at the model's end token, or at a string in
+`stop`, which is cut off. With `stream` it is sent in pieces after it is complete, since completions share their batch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from palestra.core.chat import Chat, Json, thought_of
+from palestra.core.chat import Chat, Json, thought_of, with_reasoning
+from palestra.core.http.answer_form import AnswerForm
 from palestra.core.http.calls import assistant_message, wants_stream_usage
 from palestra.engine.conversation.encoder import ChatEncoder
 from palestra.engine.sampling.token_sampling import SamplingConfig
@@ -73,9 +75,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation, what encodes it and reads its answers, and its token ids."""
+    """A conversation, the form that its answers must have, what encodes it and reads its answers, and its token ids."""
 
     chat: Chat
+    form: AnswerForm
     encoder: ChatEncoder
     token_ids: list[int]
 
@@ -186,8 +189,8 @@ def _check_text(text: str, source: SamplerRef) -> None:
 
 
 def _chat_prompt(call: ChatCompletionRequest, source: SamplerRef) -> ChatPrompt:
-    """Returns the prompt of a conversation. Raises BadRequest if it is too long, or the chat template does not take
-    it."""
+    """Returns the prompt of a conversation. Raises BadRequest if it is too long, the chat template does not take it, or
+    its answers cannot have the form that is asked for."""
     tokenizer = source.base.tokenizer
     chat = call.chat
     options = call.template_options
@@ -199,10 +202,14 @@ def _chat_prompt(call: ChatCompletionRequest, source: SamplerRef) -> ChatPrompt:
         raise BadRequest(f"chat_template_kwargs may have {MAX_OPTION_CHARS} characters: put texts into messages")
     encoder = _encoder(tokenizer, written)
     try:
+        form = call.parse_form()
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+    try:
         ids = encoder.encode_conversation(chat).tolist()
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"{source.base.name} cannot be shown this conversation: {error}") from None
-    return ChatPrompt(chat, encoder, ids)
+    return ChatPrompt(chat, form, encoder, ids)
 
 
 def _check_option(key: str, source: SamplerRef) -> None:
@@ -287,7 +294,8 @@ def _cut(text: str, stops: tuple[str, ...]) -> str:
 
 
 def _read(answer: CompletionResult, prompt: ChatPrompt, stops: tuple[str, ...]) -> CompletionResult:
-    """Returns the completions of a chat with their messages: text, thought and calls."""
+    """Returns the completions of a chat with their messages: text, thought and calls, or a refusal in the place of an
+    answer that has not the form that is asked for."""
     return replace(answer, choices=[_with_message(choice, prompt, stops) for choice in answer.choices])
 
 
@@ -295,7 +303,10 @@ def _with_message(choice: Choice, prompt: ChatPrompt, stops: tuple[str, ...]) ->
     ids = np.array(choice.token_ids, np.int32)
     prompt_ids = np.array(prompt.token_ids, np.int32)
     read = prompt.encoder.read(ids, prompt_ids, prompt.chat.tools)
-    message = assistant_message(_cut(read.text, stops), _cut(read.thought, stops), prompt.chat)
+    thought = _cut(read.thought, stops)
+    message = assistant_message(_cut(read.text, stops), thought, prompt.chat)
+    if refusal := prompt.form.check(message):
+        message = with_reasoning({"role": "assistant", "content": None, "refusal": refusal}, thought)
     finish_reason = "tool_calls" if "tool_calls" in message else choice.finish_reason
     return replace(choice, message=message, finish_reason=finish_reason)
 
@@ -352,8 +363,8 @@ def _text_pieces(choice: Choice) -> Iterator[dict[str, Any]]:
 def _chat_pieces(choice: Choice) -> Iterator[dict[str, Any]]:
     message = choice.message
     yield {"delta": {"role": "assistant", "content": ""}}
-    for key in ("reasoning_content", "content"):
-        yield from ({"delta": {key: piece}} for piece in _pieces(message.get(key, "")))
+    for key in ("reasoning_content", "content", "refusal"):
+        yield from ({"delta": {key: piece}} for piece in _pieces(message.get(key) or ""))
     for i, each in enumerate(message.get("tool_calls", ())):
         yield {"delta": {"tool_calls": [{"index": i, **each}]}}
     yield {"delta": {}}

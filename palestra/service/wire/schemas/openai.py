@@ -10,7 +10,8 @@ from typing import Annotated, Any, Self, TypeVar
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from palestra.core.chat import Chat
-from palestra.core.http.calls import asks_nothing, check_limits, parse_conversation, wants_stream_usage
+from palestra.core.http.answer_form import AnswerForm
+from palestra.core.http.calls import FORM_KEYS, asks_nothing, check_limits, parse_conversation, wants_stream_usage
 from palestra.service.wire.schemas.requests import (
     MAX_CHAT_CHARS,
     MAX_ENTRIES,
@@ -87,6 +88,8 @@ class ChatCompletionRequest(CompletionParams):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOPK)] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_ENTRIES)] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     _chat: Chat = PrivateAttr()
@@ -105,6 +108,10 @@ class ChatCompletionRequest(CompletionParams):
     def chat(self) -> Chat:
         """The conversation, with the tools that its answer may call."""
         return self._chat
+
+    def parse_form(self) -> AnswerForm:
+        """Returns the form that the answer must have. Raises ValueError if it is not a form; takes up to a second."""
+        return AnswerForm.parse(self.model_dump(include={"tools", *FORM_KEYS}))
 
     @property
     def template_options(self) -> dict[str, Any]:
