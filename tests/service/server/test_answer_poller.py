@@ -25,6 +25,7 @@ def worker_end(context: ServiceContext) -> Iterator[WakeupSocket]:
     context.wakeup, theirs = WakeupSocket.pair()
     yield theirs
     theirs.sock.close()
+    context.wakeup.sock.close()
 
 
 @pytest.fixture
