@@ -108,7 +108,8 @@ class DecodeGraphs:
         self._uses[shape] += 1
         if recorded != shape and self._uses[shape] >= (MIN_COVERED_USES if recorded else MIN_USES):
             own_RV = step.logits(self.engine)
-            self._add(shape, step, own_RV)
+            if not own_RV.isnan().any():  # an adapter without bound, which says nothing about recording
+                self._add(shape, step, own_RV)
             return own_RV
         if recorded is None:
             return step.logits(self.engine)

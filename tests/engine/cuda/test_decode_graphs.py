@@ -25,6 +25,7 @@ from palestra.core.types import Sample
 from palestra.engine.bases.model import Engine
 from palestra.engine.check.self_check import choose_engine
 from palestra.engine.cuda import decode_graphs
+from palestra.engine.cuda.decode_graphs import MIN_USES, DecodeStep
 from palestra.engine.cuda.paged_attention import PageTable, paged_attention
 from palestra.engine.forward.attention_terms import AttentionTerms
 from palestra.engine.lora.adapters import Adapter
@@ -124,6 +125,23 @@ def test_a_record_that_differs_is_not_used():
             answers = sampler.sample_all(asked)
         assert graphs.num_repeated == 0
         assert_equal_answers(answers, expected)
+
+
+def test_one_clients_nan_does_not_end_recording(monkeypatch):
+    """A plain step with NaN cannot be compared with a record; the rows are computed again, and later steps recorded."""
+    engine = tiny_lm(3, **SHAPE)
+    plain = DecodeStep.logits
+    calls = []
+
+    def logits(step, *given):
+        calls.append(step)
+        return plain(step, *given) * (torch.nan if len(calls) == MIN_USES else 1.0)
+
+    wanted = Sampler(engine).sample_all(requests([None]))
+    monkeypatch.setattr(DecodeStep, "logits", logits)
+    sampler, graphs = recording(engine)
+    assert_equal_answers(sampler.sample_all(requests([None])), wanted)
+    assert graphs.num_repeated > 0 and not graphs.refusal
 
 
 def test_a_step_with_fewer_rows_uses_the_record_of_more(monkeypatch):
