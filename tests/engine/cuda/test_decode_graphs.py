@@ -195,6 +195,19 @@ def test_oldest_records_are_dropped(monkeypatch):
     assert repeated[1] < repeated[0]
 
 
+def test_room_for_adapters_is_as_large_as_few_sizes_and_kept_for_records_only(monkeypatch):
+    """It takes gigabytes on a large base: each sum of ranks has no room of its own."""
+    monkeypatch.setattr(decode_graphs, "MAX_STEPS", 1)
+    engine = tiny_lm(4, initializer_range=0.2)
+    sampler, graphs = recording(engine)
+    for ranks, columns in (((8,), 64), ((60, 60), 128), ((128, 128, 8), 384), ((128, 128, 70), 384)):
+        asked = requests(snapshots(engine, *ranks), count=len(ranks), tokens=8)
+        for _ in range(2):
+            sampler.sample_all(asked)
+        assert {shape.columns for shape in graphs._steps} == {columns for columns, _ in graphs._columns} == {columns}
+    assert not graphs.refusal
+
+
 def test_out_of_memory_while_recording_falls_back_to_plain_steps():
     engine = tiny_lm(4, initializer_range=0.2)
 
