@@ -98,9 +98,11 @@ def test_check_of_an_answer_is_bounded() -> None:
     assert find_mismatch({}, parse_schema(doubled(40))) == f"the check takes more than {MAX_STEPS} steps"
     # more combinations than steps, of parts that are compared with each other or written into messages
     many: list[Any] = [{"a": i} for i in range(9000)]
-    for part in ({"uniqueItems": True}, {"items": {"enum": many[2500:]}}):
+    parts: list[Any] = [{"uniqueItems": True}, {"items": {"enum": many[2500:]}}]
+    for part in parts:
         assert find_mismatch({"n": many[5000:]}, {"properties": {"n": part}}) == ""
-    for part in ({"contains": {"enum": list(range(5000))}}, {"allOf": [{"contains": True}] * 999}):
+    parts = [{"contains": {"enum": list(range(5000))}}, {"allOf": [{"contains": True}] * 999}]
+    for part in parts:
         assert find_mismatch({"n": [-1] * 9000}, {"properties": {"n": part}}).startswith("the check takes more than")
     found = find_mismatch({"n": 10**400}, parse_schema({"properties": {"n": {"multipleOf": 0.5}}}))
     assert "too large" in found
