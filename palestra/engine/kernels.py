@@ -6,8 +6,8 @@ program of `combine_shares` makes the output of one head of a row; `write_tokens
 a row.
 
 A program of `reduce_rows` and `add_outputs` has a tile of rows. It goes through the adapters that these rows use, one
-after another: rows of another adapter count as 0. `reduce_rows` computes 16 columns of `x A'` from a share of the
-inputs, `add_outputs` adds a block of the outputs of `B`.
+after another, and leaves rows of another adapter as they are: 0 times a weight that is not finite is NaN. `reduce_rows`
+computes 16 columns of `x A'` from a share of the inputs, `add_outputs` adds a block of the outputs of `B`.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def reduce_rows(
                 a_at = a_ptr + a_row[:, None] * inputs + i[None, :]
                 x = tl.load(x_at, mask=own[:, None] & (i < inputs)[None, :], other=0.0)
                 a = tl.load(a_at, mask=(column < rank)[:, None] & (i < inputs)[None, :], other=0.0)
-                inner += tl.dot(x, tl.trans(a), input_precision="ieee")
+                inner = tl.where(own[:, None], inner + tl.dot(x, tl.trans(a), input_precision="ieee"), inner)
         at += tl.sum(own.to(tl.int32), 0)
     place = ((layer * shares + share) * rows + row) * width
     tl.store(inner_ptr + place[:, None] + column[None, :], inner, mask=(row < rows)[:, None])
@@ -203,7 +203,7 @@ def add_outputs(
                 inner += tl.load(inner_ptr + place[:, None] + column[None, :], mask=own[:, None], other=0.0)
             b_at = b_ptr + (first + column.to(tl.int64))[:, None] * outputs + o[None, :]
             b = tl.load(b_at, mask=(column < rank)[:, None] & is_output[None, :], other=0.0)
-            total += tl.dot(inner.to(b.dtype), b, input_precision="ieee")
+            total = tl.where(own[:, None], total + tl.dot(inner.to(b.dtype), b, input_precision="ieee"), total)
         at += tl.sum(own.to(tl.int32), 0)
     y_at = y_ptr + row[:, None] * y_row + o[None, :]
     is_real = (row < rows)[:, None] & is_output[None, :]

@@ -67,6 +67,34 @@ def images_size(images: Sequence[ImageShape]) -> int:
     return sum(height * width * channels for height, width, channels in images)
 
 
+def check_observations(env: Any) -> None:
+    """Checks the observation shapes and images of an env, or of a spec that has these attributes.
+
+    Raises ValueError if observations do not fit in one array, or do not begin with their images.
+    """
+    shapes = env.observation_shapes
+    if len({len(shape) if len(shape) == 1 else shape for shape in shapes}) > 1:
+        raise ValueError(
+            f"observations of shapes {shapes} do not fit in one array: only those of one dimension may differ in length"
+        )
+    if not env.observation_images:
+        return
+    if len(env.observation_images) != len(shapes):
+        raise ValueError(
+            f"observation_images are of {len(env.observation_images)} seats, and observation_shapes of {len(shapes)}: "
+            "give each seat a tuple of images, () for none"
+        )
+    for seat, images, shape in zip(env.seats, env.observation_images, shapes, strict=True):
+        are_shapes = isinstance(images, tuple) and all(
+            isinstance(image, tuple) and len(image) == 3 and min(image) > 0 for image in images
+        )
+        if not are_shapes or (images and (len(shape) > 1 or images_size(images) > shape[0])):
+            raise ValueError(
+                f"observation_images of seat {seat} are {images}, and its observations {shape}: give tuples of height, "
+                "width and channels of the images with which its row begins"
+            )
+
+
 def zero_actions(
     action_spaces: Sequence[Space], games: tuple[int, ...], zeros: Callable[..., np.ndarray] = np.zeros
 ) -> np.ndarray:

@@ -13,8 +13,8 @@ from palestra.envs.vector_base import (
     Space,
     VectorEnv,
     VectorStep,
+    check_observations,
     find_difference,
-    images_size,
     zero_actions,
 )
 
@@ -136,9 +136,7 @@ class _Check:
         env, (B, N) = self.env, (self.num_envs, len(self.env.seats))
         if len(env.observation_shapes) != N or len(env.action_spaces) != N:
             self.fail("needs an observation shape and an action space for each seat", "correct both tuples")
-        for seat, shape in enumerate(env.observation_shapes):
-            if images_size(env.images_of(seat)) > np.prod(shape):
-                self.fail(f"begins {shape} numbers of seat {env.seats[seat]} with larger images", "correct both tuples")
+        check_observations(env)
         view = tuple(np.max([list(v) for v in env.observation_shapes], axis=0))
         is_uint8 = vector_step.obs.dtype == np.uint8 and not env.observation_images
         self.shape("obs", vector_step.obs, (B, N, *view), np.uint8 if is_uint8 else np.float32)

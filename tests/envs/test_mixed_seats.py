@@ -67,6 +67,36 @@ def test_entities_beside_images_are_refused() -> None:
         entity_layout(env, [2])
 
 
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (((), (), ((40, 40, 1),)), r"of seat slide are \(\(40, 40, 1\),\), and its observations \(1297,\): give"),
+        (((), (), ((-36, 36, 1),)), "of seat slide are"),
+        (((), (), ((36, 36),)), "of seat slide are"),
+        (((), (), (36, 36, 1)), "of seat slide are"),
+        ([[], [], [[36, 36, 1]]], "of seat drum are"),
+        ((((36, 36, 1),), (), ()), "of seat drum are"),
+        (((), ((36, 36, 1),)), "are of 2 seats, and observation_shapes of 3: give each seat a tuple"),
+    ],
+    ids=str,
+)
+def test_images_that_observations_do_not_begin_with_are_refused(
+    monkeypatch: pytest.MonkeyPatch, images: Any, message: str
+) -> None:
+    monkeypatch.setattr(Band, "observation_images", images)
+    with pytest.raises(ValueError, match=f"env band: observation_images {message}"):
+        make_vector_env({"type": "helpers.mixed_envs:Band"})
+    with pytest.raises(ValueError, match=message):
+        check_vector_env(Band, num_envs=3, steps=20)
+
+
+def test_images_beside_rows_of_ones_own_env_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Band, "observation_shapes", ((2,), (2,), (SIDE, SIDE, 1)))
+    monkeypatch.setattr(Band, "__init__", lambda self, num_envs=1: None)
+    with pytest.raises(ValueError, match=r"env band: observations of shapes .* do not fit in one array"):
+        make_vector_env({"type": "helpers.mixed_envs:Band"})
+
+
 def test_an_env_of_ones_own_passes_the_vector_env_check() -> None:
     check_vector_env(Band, num_envs=3, steps=20)
 

@@ -35,13 +35,17 @@ def gap(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).abs().max() / expected.abs().max())
 
 
-def products(counts: list[int], ranks: list[int], sizes: list[int], inputs: int) -> float:
-    """The difference of `add_by_kernels` to products of each row alone, in float64."""
+def products(counts: list[int], ranks: list[int], sizes: list[int], inputs: int, broken: float = 0.0) -> float:
+    """The difference of `add_by_kernels` to products of each row alone, in float64; of all adapters but the first, if
+    that has weights that are `broken`."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(sum(counts), inputs), (sum(counts), sum(sizes))]
     shapes += [(len(sizes), sum(ranks), inputs), (sum(ranks), sum(sizes))]
     x, y, a, b = (torch.randn(shape, generator=generator) for shape in shapes)
     first_R, rank_R = torch.tensor(columns_of(counts, ranks))
+    if broken:
+        a[:, : ranks[0], 0] = broken
+        b[: ranks[0], 0] = broken
     expected = y.double()
     for row, (first, rank) in enumerate(zip(first_R.tolist(), rank_R.tolist(), strict=True)):
         own = slice(first, first + rank)
@@ -49,7 +53,8 @@ def products(counts: list[int], ranks: list[int], sizes: list[int], inputs: int)
         expected[row] += torch.cat([x[row].double() @ a_Ti[own].T @ b_Tl[own] for a_Ti, b_Tl in parts])
     width = max(16, padded_rank(ranks))
     add_by_kernels(x, y, a, b, sizes, RowColumns(first_R, rank_R, width))
-    return gap(y, expected)
+    healthy = slice(counts[0] if broken else 0, None)
+    return gap(y[healthy], expected[healthy])
 
 
 def attention(heads: int, kv_heads: int, width: int, terms: AttentionTerms) -> float:
@@ -94,6 +99,8 @@ def main() -> None:
         return
     sinks = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.0, 0.5])
     gaps = {name: products(*case) for name, case in PRODUCTS.items()}
+    for broken in (torch.nan, torch.inf):
+        gaps[f"beside an adapter of {broken}"] = products([3, 4, 1], [4, 8, 0], [20], 24, broken)
     gaps["attention"] = attention(4, 2, 16, AttentionTerms())
     gaps["attention with a cap and sinks"] = attention(6, 2, 24, AttentionTerms(softcap=2.0, sinks_H=sinks))
     print(json.dumps(gaps))

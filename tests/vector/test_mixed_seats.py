@@ -320,6 +320,14 @@ def test_agents_of_a_mixed_run_play_evaluate_and_are_recorded(tmp_path: Path) ->
     header, replays = read_replays(next((run.path / "replays").rglob("*.parquet")))
     assert tuple(header.seats) == tuple(seen)
     assert [len(action) for action in replays[0].frames[0].actions] == [1, 1, 2]
+    for path, message in (
+        (f"{run.path}:hunters", r'"hunters" acts by a CategoricalHead, and seat prey takes Continuous\(.*\): choose'),
+        (str(run.path), "there is no saved policy in .*: name one as RUN:NAME"),
+    ):
+        tree = config(masks=True, seen="dict")
+        tree["policies"]["prey"] = {"type": "frozen", "path": path}
+        with pytest.raises(ValueError, match=message):
+            pl.train(tree, root=tmp_path / "other")
 
 
 @pytest.mark.parametrize("name", ["bc", "gail", "iql"])

@@ -120,7 +120,7 @@ class ChatServer:
         if "tool_calls" in message:
             finish = "tool_calls"
         head = {"id": f"chatcmpl-{next(_numbers)}", "created": int(time.time()), "model": asked.model}
-        if warning := asked.form.check(message):
+        if warning := await asyncio.to_thread(asked.form.check, message):  # a schema's may take seconds
             head["warning"] = warning
         if asked.stream:
             return _stream(head, message, finish, _usage(reply) if asked.stream_usage else {})
@@ -130,7 +130,7 @@ class ChatServer:
     async def _respond(self, request: Request) -> Response:
         asked, reply = await self._answer(request, to_chat_body)
         message = assistant_message(reply.text, reply.thought, asked.chat)
-        response = build_response(next(_numbers), asked, message, reply)
+        response = await asyncio.to_thread(build_response, next(_numbers), asked, message, reply)
         if asked.stream:
             return Response(response_stream(response), media_type="text/event-stream")
         return JSONResponse(response)

@@ -37,7 +37,7 @@ from palestra.engine.lora.routes import MultiAdapterRoute
 MIN_USES = 2  # a step is recorded at its second use: recording takes as long as five plain steps
 MIN_COVERED_USES = 256  # later if a recorded step with more rows covers it: few rows take a GPU about as long
 MAX_COVER = 8  # maximum ratio of rows recorded to rows in use: each further row repeats the attention of the last one
-COLUMN_STEP = 64  # room for adapters is made in such steps
+COLUMN_STEP = 64  # columns: room for adapters is made for 1, 2, 3, 4, 6, 8, ... times as many
 MAX_STEPS = 64  # recorded steps that are kept: each takes some megabytes
 MIN_TABLE_WIDTH = 16
 NUM_SCALARS = 5  # of a row, before its page table: token, lengths of prompt and answer, columns of its adapter
@@ -108,7 +108,8 @@ class DecodeGraphs:
         self._uses[shape] += 1
         if recorded != shape and self._uses[shape] >= (MIN_COVERED_USES if recorded else MIN_USES):
             own_RV = step.logits(self.engine)
-            self._add(shape, step, own_RV)
+            if not own_RV.isnan().any():  # an adapter without bound, which says nothing about recording
+                self._add(shape, step, own_RV)
             return own_RV
         if recorded is None:
             return step.logits(self.engine)
@@ -161,7 +162,7 @@ class DecodeGraphs:
         stack = step.route.stack
         if not stack.mergeable:
             return None
-        columns = -(-sum(stack.ranks) // COLUMN_STEP) * COLUMN_STEP
+        columns = _next_size(-(-sum(stack.ranks) // COLUMN_STEP)) * COLUMN_STEP
         return StepShape(rows, width, columns, padded_rank(stack.ranks), stack.adapted_layers)
 
     def _add(self, shape: StepShape, step: DecodeStep, own_RV: Tensor) -> None:
@@ -193,6 +194,8 @@ class DecodeGraphs:
             while len(self._steps) >= MAX_STEPS:
                 self._steps.pop(next(iter(self._steps)))
             self._steps[shape] = recorded
+            used = {(kept.columns, kept.layers) for kept in self._steps}
+            self._columns = {key: columns for key, columns in self._columns.items() if key in used}
 
 
 class RecordedStep:
@@ -327,8 +330,8 @@ def _set_sync_debug_mode(mode: int | str) -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def _next_size(rows: int) -> int:
-    """Returns the first of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least `rows`."""
-    power = power_of_2(rows)
+def _next_size(least: int) -> int:
+    """Returns the first of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least `least`."""
+    power = power_of_2(least)
     between = power // 4 * 3
-    return between if rows <= between else power
+    return between if least <= between else power

@@ -231,7 +231,9 @@ def add_by_masks(
     first_R1 = columns.first_R[:, None]
     own_RT = (column_T >= first_R1) & (column_T < first_R1 + columns.rank_R[:, None])
     for a_Ti, y_Rl, b_Tl in zip(a_LTi, y_Ro.split(list(sizes), 1), b_To.split(list(sizes), 1), strict=True):
-        y_Rl.addmm_((x_Ri @ a_Ti.T) * own_RT, b_Tl)
+        broken_T = ~b_Tl.isfinite().all(1)  # 0 times such a weight would be NaN, in the rows of all adapters
+        inner_RT = (x_Ri @ a_Ti.T).masked_fill_(broken_T, torch.nan).masked_fill_(~own_RT, 0)
+        y_Rl.addmm_(inner_RT, b_Tl.masked_fill(broken_T[:, None], 0))
 
 
 def add_by_kernels(

@@ -39,10 +39,16 @@ def image_shape(shape: tuple[int, ...]) -> tuple[tuple[int, int, int], tuple[int
 
 def encode_image(value: Any, order: tuple[int, ...], shape: tuple[int, int, int]) -> np.ndarray:
     """Returns an image, or a batch of images, as float or bytes [..., height, width, channels]: its last axes in this
-    `order`, in this `shape`."""
+    `order`, in this `shape`. Raises ValueError if it has another height or width."""
     array = to_array(value)
     before = array.ndim - len(order)
-    return array.transpose(*range(before), *order).reshape(*array.shape[:before], *shape)
+    ordered = array.transpose(*range(before), *order)
+    if ordered.shape[before : before + 2] != shape[:2]:
+        size = " x ".join(map(str, ordered.shape[before : before + 2]))
+        raise ValueError(
+            f"an image has {size} pixels, and its space says {shape[0]} x {shape[1]}: correct the one or the other"
+        )
+    return ordered.reshape(*array.shape[:before], *shape)
 
 
 def encode_scaled(value: Any, encode: Callable[[Any], np.ndarray], low: np.float32, scale: np.float32) -> np.ndarray:

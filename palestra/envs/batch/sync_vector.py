@@ -28,6 +28,7 @@ from palestra.envs.vector_base import (
     Space,
     VectorEnv,
     VectorStep,
+    check_observations,
     empty_step,
     zero_actions,
 )
@@ -61,11 +62,7 @@ class VectorEnvSpec:
                 f"a seat has {choices:,} choices and another gives numbers: they share an array of float32, which "
                 f"rounds integers above {MAX_EXACT_INTEGER}: wrap the env so that the choice is a MultiDiscrete"
             )
-        if len({len(shape) if len(shape) == 1 else shape for shape in self.observation_shapes}) > 1:
-            raise ValueError(
-                f"observations of shapes {self.observation_shapes} do not fit in one array: only those of one "
-                "dimension may differ in length"
-            )
+        check_observations(self)
 
     def empty_step(self, num_envs: int) -> VectorStep:
         """Returns a step result of zeros for this many games."""

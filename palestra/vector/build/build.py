@@ -388,10 +388,12 @@ def make_fixed_player(
 def member_folder(path: str) -> Path:
     """Returns the policy's folder in the newest checkpoint for RUN:NAME, else `path` itself.
 
-    Raises ValueError if the run has no such policy, or the files are damaged.
+    Raises ValueError if there is no such policy, or its files are damaged.
     """
     run, _, name = path.rpartition(":")
     if not run:
+        if not (Path(path) / "member.json").exists():
+            raise ValueError(f"there is no saved policy in {path}: name one as RUN:NAME, or its folder in a checkpoint")
         return Path(path)
     kept = list_checkpoints(run)
     if not kept or name not in kept[-1].names:

@@ -9,7 +9,7 @@ import numpy as np
 
 from palestra.core.accel.malloc import check_fits_memory
 from palestra.envs import VectorEnv, load_env_class, new_env, validate_env_options
-from palestra.envs.vector_base import find_difference
+from palestra.envs.vector_base import check_observations, find_difference
 from palestra.vector.config import VectorConfig
 from palestra.vector.learners.policy_stack import NetPolicyConfig
 
@@ -17,13 +17,18 @@ MEASURE_ABOVE = 50_000_000  # transitions; above this the real size of one is me
 
 
 def make_vector_env(env: dict[str, Any], num_envs: int | None = None) -> VectorEnv:
-    """Builds the env that a config describes. `num_envs`, if given, replaces the number of env copies."""
+    """Builds the env that a config describes. `num_envs`, if given, replaces the number of env copies. Raises
+    ValueError if its observations do not fit in one array, or do not begin with their images."""
     cls = load_env_class(env["type"])
     options = validate_env_options(
         cls, {k: v for k, v in env.items() if k != "type"} | ({"num_envs": num_envs} if num_envs else {})
     )
     built = new_env(cls, options)
     assert isinstance(built, VectorEnv)
+    try:
+        check_observations(built)
+    except ValueError as error:
+        raise ValueError(f"env {built.label}: {error}") from None
     return built
 
 

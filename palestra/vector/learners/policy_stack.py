@@ -21,7 +21,7 @@ from torch import Tensor
 from palestra.core.files import read_arrays, write_arrays
 from palestra.core.optimizers import Adam, OptimizedPolicy
 from palestra.core.types import RolloutBatch
-from palestra.envs.vector_base import Continuous, VectorEnv
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, VectorEnv
 from palestra.vector.learners.optimizers import NetOptimizer, StackedOptimizer
 from palestra.vector.nets.continuous_heads import SquashedHead, TanhHead
 from palestra.vector.nets.heads import ActionHead, CategoricalHead, GaussianHead, MultiCategoricalHead
@@ -139,7 +139,7 @@ class PolicyStack:
         return NetVectorPolicy(self.seat_mapping, self.net, selector, versions, self.norm)
 
 
-HEADS: dict[str, Callable[[Any], ActionHead]] = {
+HEADS: dict[str, type[Any]] = {
     "CategoricalHead": CategoricalHead,
     "MultiCategoricalHead": MultiCategoricalHead,
     "GaussianHead": GaussianHead,
@@ -147,6 +147,7 @@ HEADS: dict[str, Callable[[Any], ActionHead]] = {
     "TanhHead": TanhHead,
     "ValueHead": CategoricalHead,  # outputs are action values: the mode is the best action, sampling is not used
 }
+SPACES: dict[type, type] = {CategoricalHead: Discrete, MultiCategoricalHead: MultiDiscrete}  # of others: Continuous
 
 
 def write_policy(stack: PolicyStack, p: int, folder: Path) -> None:
@@ -188,7 +189,13 @@ def read_frozen_member(
     config = NetPolicyConfig(**settings)
     (alone,) = group_into_stacks(env, {facts["name"]: list(seats)}, {facts["name"]: config})
     seat_mapping = replace(alone, seat_id=facts["seat_id"])
-    head = HEADS[facts["head"]](seat_mapping.action_space)
+    kind = HEADS[facts["head"]]
+    if not isinstance(seat_mapping.action_space, SPACES.get(kind, Continuous)):
+        raise ValueError(
+            f'{folder}: the policy "{facts["name"]}" acts by a {kind.__name__}, and seat {env.seats[seats[0]]} takes '
+            f"{seat_mapping.action_space}: choose a policy that was trained for such a seat"
+        )
+    head = kind(seat_mapping.action_space)
     shape = replace(seat_mapping, names=("",))  # without the name, members of one shape share a cached network
     pattern = _pattern(facts.get("network", "Net"), shape, facts["head"], config.model_dump_json())
     arrays = read_arrays(folder / "policy.safetensors")

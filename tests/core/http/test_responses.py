@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import openai
@@ -9,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from palestra.core.chat import render_tool_call
+from palestra.core.http.answer_form import AnswerForm
 from palestra.core.http.calls import ChatCall, ChatReply, parse_call
 from palestra.core.http.chat_server import ChatSession
 from palestra.core.http.responses import to_chat_body
@@ -100,6 +103,31 @@ def test_an_answer_in_a_schema_is_parsed_and_another_is_warned_of(endpoint: Endp
     assert endpoint.asked[1].form.schema == Verdict.model_json_schema() | {"additionalProperties": False}
     body = endpoint.create("hm", tools=[TOOL], tool_choice={"type": "function", "name": "add"})
     assert body.model_extra["warning"] == "the answer calls no tool, and tool_choice asks for a call"
+
+
+@pytest.mark.parametrize("api", ["responses", "chat"])
+def test_a_long_check_of_a_form_holds_up_no_other_call(
+    endpoint: Endpoint, api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, over = Event(), Event()
+
+    def check(form: AnswerForm, message: Any) -> str:
+        begun.set()
+        return "" if over.wait(10) else "never over"
+
+    def ask() -> Any:
+        if api == "responses":
+            return endpoint.create("hi")
+        endpoint.replies.append(ChatReply("hi"))
+        return endpoint.client.chat.completions.create(model="a", messages=[{"role": "user", "content": "hello"}])
+
+    monkeypatch.setattr(AnswerForm, "check", check)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(ask)
+        assert begun.wait(10)
+        assert endpoint.client.models.list(timeout=5).data[0].id == "a"
+        over.set()
+        assert "warning" not in (waiting.result().model_extra or {})
 
 
 @pytest.mark.parametrize("said", ["hello to you", f"well\n{TWO_CALLS}"])

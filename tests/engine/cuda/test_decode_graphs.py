@@ -25,6 +25,7 @@ from palestra.core.types import Sample
 from palestra.engine.bases.model import Engine
 from palestra.engine.check.self_check import choose_engine
 from palestra.engine.cuda import decode_graphs
+from palestra.engine.cuda.decode_graphs import MIN_USES, DecodeStep
 from palestra.engine.cuda.paged_attention import PageTable, paged_attention
 from palestra.engine.forward.attention_terms import AttentionTerms
 from palestra.engine.lora.adapters import Adapter
@@ -126,6 +127,23 @@ def test_a_record_that_differs_is_not_used():
         assert_equal_answers(answers, expected)
 
 
+def test_one_clients_nan_does_not_end_recording(monkeypatch):
+    """A plain step with NaN cannot be compared with a record; the rows are computed again, and later steps recorded."""
+    engine = tiny_lm(3, **SHAPE)
+    plain = DecodeStep.logits
+    calls = []
+
+    def logits(step, *given):
+        calls.append(step)
+        return plain(step, *given) * (torch.nan if len(calls) == MIN_USES else 1.0)
+
+    wanted = Sampler(engine).sample_all(requests([None]))
+    monkeypatch.setattr(DecodeStep, "logits", logits)
+    sampler, graphs = recording(engine)
+    assert_equal_answers(sampler.sample_all(requests([None])), wanted)
+    assert graphs.num_repeated > 0 and not graphs.refusal
+
+
 def test_a_step_with_fewer_rows_uses_the_record_of_more(monkeypatch):
     """Rows end one after the other; a record is used if at most an eighth of its rows are unused."""
     engine = tiny_lm(4, initializer_range=0.2)
@@ -175,6 +193,19 @@ def test_oldest_records_are_dropped(monkeypatch):
             assert_equal_answers(sampler.sample_all(asked), Sampler(engine).sample_all(asked))
         repeated.append(graphs.num_repeated)
     assert repeated[1] < repeated[0]
+
+
+def test_room_for_adapters_is_as_large_as_few_sizes_and_kept_for_records_only(monkeypatch):
+    """It takes gigabytes on a large base: each sum of ranks has no room of its own."""
+    monkeypatch.setattr(decode_graphs, "MAX_STEPS", 1)
+    engine = tiny_lm(4, initializer_range=0.2)
+    sampler, graphs = recording(engine)
+    for ranks, columns in (((8,), 64), ((60, 60), 128), ((128, 128, 8), 384), ((128, 128, 70), 384)):
+        asked = requests(snapshots(engine, *ranks), count=len(ranks), tokens=8)
+        for _ in range(2):
+            sampler.sample_all(asked)
+        assert {shape.columns for shape in graphs._steps} == {columns for columns, _ in graphs._columns} == {columns}
+    assert not graphs.refusal
 
 
 def test_out_of_memory_while_recording_falls_back_to_plain_steps():

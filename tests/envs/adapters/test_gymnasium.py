@@ -438,3 +438,14 @@ def test_gymnasium_errors_are_explained() -> None:
         GymnasiumEnv(1, id="CartPole-v1", options={"wheels": 4})
     with pytest.raises(ValueError, match="num_envs: 0 is too small"):
         GymnasiumEnv(0)
+
+
+@pytest.mark.parametrize("shape", [(40, 36), (2, 40, 36), (40, 36, 3)])
+def test_an_image_of_another_size_is_refused(shape: tuple[int, ...]) -> None:
+    """Also one of as many pixels, such as an image on its side."""
+    encoder = obs_encoder(spaces.Box(0, 255, shape, np.uint8), "cam")
+    height, width = shape.index(40), shape.index(36)
+    image = np.zeros(shape, np.uint8)
+    assert encoder.encode(image).shape[:2] == (40, 36)
+    with pytest.raises(ValueError, match="an image has 36 x 40 pixels, and its space says 40 x 36: correct"):
+        encoder.encode(image.swapaxes(height, width))
