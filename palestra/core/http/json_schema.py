@@ -77,9 +77,10 @@ class _Steps:
         self.keys: dict[int, set[Hashable]] = {}  # of the values of an enum, by the list's id
         self.sizes: dict[int, int] = {}  # by the id of an array or object
         own = {"enum": self.check_enum, "const": self.check_const, "uniqueItems": self.check_unique}
-        self.checks = {key: self._counted(check) for key, check in {**Draft202012Validator.VALIDATORS, **own}.items()}
+        checks = {**Draft202012Validator.VALIDATORS, **own}
+        self.checks = {key: self._count_steps(check) for key, check in checks.items()}
 
-    def _counted(self, check: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
+    def _count_steps(self, check: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
         def check_one(validator: Any, given: Any, instance: Any, schema: Any) -> Iterator[Any]:
             self.take(1 + self.size_of(instance) // VALUES_OF_STEP)
             yield from check(validator, given, instance, schema) or ()
