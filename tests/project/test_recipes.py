@@ -48,7 +48,11 @@ def test_a_recipe_has_the_number_of_its_page(row: str) -> None:
             [("results", "team + AT-GRPO, shared"), ("results-real", "team + AT-GRPO, shared")],
             "team + AT-GRPO, shared",
         ),
-        ("team, an adapter", [("results", "team + AT-GRPO, per role"), ("results-real", "team + AT-GRPO")], ""),
+        (
+            "team, an adapter",
+            [("results", "team + AT-GRPO, per role"), ("results-real", "team + AT-GRPO")],
+            "team + AT-GRPO",
+        ),
         ("the same, roles", [("results", "AT-GRPO, roles swapped"), ("real-models", "trained, message blank")], ""),
     ],
 )
