@@ -158,9 +158,8 @@ class ColumnRoute:
     def __init__(self, adapters: AdapterColumns, columns: RowColumns) -> None:
         self.adapters = adapters
         self.columns = columns
-        self._ahead: dict[
-            str, tuple[Tensor, Tensor]
-        ] = {}  # inputs and outputs of layers that were computed with others
+        # inputs and outputs of layers that were computed with others
+        self._ahead: dict[str, tuple[Tensor, Tensor]] = {}
 
     def linear(self, name: str, x: Tensor, layer: nn.Module) -> Tensor:
         if (layers := self.adapters.joined.get(name)) is None:

@@ -43,8 +43,8 @@ MIN_PROGRAMS = 256  # inputs are shared out until there are as many programs: ab
 
 
 class Padding(NamedTuple):
-    """How blocks of several sizes become blocks of one: the row of each padded index, the padded index of each row, and
-    which padded indices are rows, bool [n, w, 1]."""
+    """Indices between the rows of a run and its blocks, padded to one size: the row of each padded index `row_X` int64
+    [n * w], the padded index of each row `index_R` int64 [R], and which padded indices are rows, bool [n, w, 1]."""
 
     row_X: Tensor
     index_R: Tensor
@@ -92,14 +92,17 @@ def _alike(counts: Sequence[int], ranks: Sequence[int]) -> Iterator[range]:
     adapter are left out."""
     start = width = need = 0
     for i, (count, rank) in enumerate(zip(counts, ranks, strict=True)):
+        is_left_out = count == 0 or rank == 0
         rows = max(count, MIN_BLOCK)
         padded = max(width, rows) * (i - start + 1)
-        if not count * rank or rank != ranks[start] or padded > MAX_PADDING_RATIO * (need + rows):
+        if is_left_out or rank != ranks[start] or padded > MAX_PADDING_RATIO * (need + rows):
             if i > start:
                 yield range(start, i)
-            start = i + (not count * rank)
+            start = i
             width = need = 0
-        if count * rank:
+        if is_left_out:
+            start = i + 1
+        else:
             width = max(width, rows)
             need += rows
     if start < len(counts):
