@@ -31,6 +31,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,18 +141,16 @@ def server(folder: Path, *options: str) -> Iterator[tuple[str, int]]:
 
 def together(clients: Sequence[Client], prompts: Sequence[np.ndarray]) -> float:
     """Wall seconds in which the clients do one round concurrently, each an equal part of it."""
-    parts = [prompts[i :: len(clients)] for i in range(len(clients))]
 
-    async def all_at_once() -> None:
-        if len(clients) == 1:  # in the main thread, as a program does: memory is slower in other threads
-            return await clients[0].round(prompts)
-        # each in a thread of its own, since training waits for its answer
-        work = [asyncio.to_thread(asyncio.run, c.round(p)) for c, p in zip(clients, parts, strict=True)]
-        await asyncio.gather(*work)
-        return None
+    def one(number: int) -> None:
+        asyncio.run(clients[number].round(prompts[number :: len(clients)]))
 
     start = time.perf_counter()
-    asyncio.run(all_at_once())
+    if len(clients) == 1:  # in the main thread, as a program does: memory is slower in other threads
+        one(0)
+    else:  # each in a thread of its own, since training waits for its answer
+        with ThreadPoolExecutor(len(clients)) as threads:
+            list(threads.map(one, range(len(clients))))
     return time.perf_counter() - start
 
 
