@@ -39,8 +39,8 @@ class AnswerForm:
         schema = _parse_format(body.get("response_format"))
         return cls(schema, _parse_tool(body.get("tool_choice"), names), is_parallel is False)
 
-    def check(self, message: Json) -> str:
-        """Returns what an answer breaks of its form; "" if nothing."""
+    def check(self, message: Json, answers: int = 1) -> str:
+        """Returns what an answer, one of the `answers` to a call, breaks of its form; "" if nothing."""
         called = [call["function"]["name"] for call in message.get("tool_calls", ())]
         if self.is_single_call and len(called) > 1:
             return f"the answer has {len(called)} calls, and parallel_tool_calls is false"
@@ -60,7 +60,7 @@ class AnswerForm:
             return ""
         from palestra.core.http.json_schema import find_mismatch
 
-        mismatch = find_mismatch(value, self.schema)
+        mismatch = find_mismatch(value, self.schema, answers)
         return f"the answer is not of the schema of response_format: {mismatch}" if mismatch else ""
 
 

@@ -18,6 +18,7 @@ from palestra.core.chat import Json
 
 MAX_SCHEMA_CHARS = 32_768  # of a schema that is itself checked in half a second
 MAX_STEPS = 100_000  # keywords and compared values of the check of one answer: some seconds
+MAX_CALL_STEPS = 1_000_000  # of all answers of a call, each an equal part
 VALUES_OF_STEP = 8  # of an array or object
 CHARS_OF_VALUE = 64
 MAX_REASON_CHARS = 200
@@ -72,8 +73,8 @@ class _Steps:
     """The steps that the check of one answer has left, and the checks of values that are compared with each other: by
     hashed keys, since jsonschema compares each with each. Raises ValueError if there are no steps left."""
 
-    def __init__(self) -> None:
-        self.left = MAX_STEPS
+    def __init__(self, limit: int) -> None:
+        self.left = self.limit = limit
         self.keys: dict[int, set[Hashable]] = {}  # of the values of an enum, by the list's id
         self.sizes: dict[int, int] = {}  # by the id of an array or object
         own = {"enum": self.check_enum, "const": self.check_const, "uniqueItems": self.check_unique}
@@ -90,7 +91,7 @@ class _Steps:
     def take(self, steps: int) -> None:
         self.left -= steps
         if self.left < 0:
-            raise ValueError(f"the check takes more than {MAX_STEPS} steps")
+            raise ValueError(f"the check takes more than {self.limit} steps")
 
     def size_of(self, value: Any) -> int:
         """Returns how long it takes to go through a value, or to write it into a message."""
@@ -125,9 +126,11 @@ class _Steps:
             yield ValidationError(f"{instance!r} has non-unique elements")
 
 
-def find_mismatch(value: Any, schema: Json) -> str:
-    """Returns where and how a value is not of a schema that `parse_schema` returned; "" if it is."""
-    bounded = validators.extend(Draft202012Validator, _Steps().checks)
+def find_mismatch(value: Any, schema: Json, answers: int = 1) -> str:
+    """Returns where and how a value, of one of the `answers` to a call, is not of a schema that `parse_schema`
+    returned; "" if it is."""
+    limit = min(MAX_STEPS, MAX_CALL_STEPS // answers)
+    bounded = validators.extend(Draft202012Validator, _Steps(limit).checks)
     try:
         error = next(bounded(schema, registry=Registry()).iter_errors(value), None)
     except RecursionError:

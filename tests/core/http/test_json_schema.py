@@ -7,7 +7,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
 
-from palestra.core.http.json_schema import MAX_STEPS, find_mismatch, parse_schema
+from palestra.core.http.json_schema import MAX_CALL_STEPS, MAX_STEPS, find_mismatch, parse_schema
 
 
 class Colour(Enum):
@@ -96,6 +96,10 @@ def doubled(depth: int) -> dict[str, Any]:
 def test_check_of_an_answer_is_bounded() -> None:
     assert find_mismatch({}, parse_schema(doubled(8))) == ""
     assert find_mismatch({}, parse_schema(doubled(40))) == f"the check takes more than {MAX_STEPS} steps"
+    answers = 1000  # to one call: they share its steps
+    assert find_mismatch({}, parse_schema(doubled(8)), answers) == ""
+    shared = f"the check takes more than {MAX_CALL_STEPS // answers} steps"
+    assert find_mismatch({}, parse_schema(doubled(12)), answers) == shared
     # more combinations than steps, of parts that are compared with each other or written into messages
     many: list[Any] = [{"a": i} for i in range(9000)]
     parts: list[Any] = [{"uniqueItems": True}, {"items": {"enum": many[2500:]}}]

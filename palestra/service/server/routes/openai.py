@@ -296,16 +296,17 @@ def _cut(text: str, stops: tuple[str, ...]) -> str:
 def _read(answer: CompletionResult, prompt: ChatPrompt, stops: tuple[str, ...]) -> CompletionResult:
     """Returns the completions of a chat with their messages: text, thought and calls, or a refusal in the place of an
     answer that has not the form that is asked for."""
-    return replace(answer, choices=[_with_message(choice, prompt, stops) for choice in answer.choices])
+    answers = len(answer.choices)
+    return replace(answer, choices=[_with_message(choice, prompt, stops, answers) for choice in answer.choices])
 
 
-def _with_message(choice: Choice, prompt: ChatPrompt, stops: tuple[str, ...]) -> Choice:
+def _with_message(choice: Choice, prompt: ChatPrompt, stops: tuple[str, ...], answers: int) -> Choice:
     ids = np.array(choice.token_ids, np.int32)
     prompt_ids = np.array(prompt.token_ids, np.int32)
     read = prompt.encoder.read(ids, prompt_ids, prompt.chat.tools)
     thought = _cut(read.thought, stops)
     message = assistant_message(_cut(read.text, stops), thought, prompt.chat)
-    if refusal := prompt.form.check(message):
+    if refusal := prompt.form.check(message, answers):
         message = with_reasoning({"role": "assistant", "content": None, "refusal": refusal}, thought)
     finish_reason = "tool_calls" if "tool_calls" in message else choice.finish_reason
     return replace(choice, message=message, finish_reason=finish_reason)
