@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from palestra.core.types import Metrics, Sample
+from palestra.engine.training.train_pass import TrainPass
 from palestra.text.policies.base import Policy
 
 
@@ -29,6 +30,19 @@ class Learner(Protocol):
 
     async def forward_backward(self, samples: Sequence[Sample], loss: Callable[..., Any], **options: Any) -> Metrics:
         """Adds the gradient of `loss`; returns its metrics."""
+        ...
+
+    def passes(self, samples: Sequence[Sample], loss: Callable[..., Any], **options: Any) -> list[TrainPass] | None:
+        """Returns the passes that `forward_backward` makes, so that `make_passes` can make them together with those of
+        other learners; None if they are not made in this process."""
+        ...
+
+    async def make_passes(self, passes: Sequence[TrainPass]) -> None:
+        """Makes passes, of this learner and of others on its base, as one."""
+        ...
+
+    def metrics_of(self, passes: Sequence[TrainPass]) -> Metrics:
+        """Returns the metrics of this learner's passes of a batch, which were made."""
         ...
 
     async def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]:
