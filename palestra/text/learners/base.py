@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from palestra.core.types import Metrics, Sample
-from palestra.engine.training.train_pass import TrainPass
 from palestra.text.policies.base import Policy
+
+if TYPE_CHECKING:  # it loads torch
+    from palestra.engine.training.train_pass import TrainPass
 
 
 class Learner(Protocol):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from palestra.core.sample_weights import WeightedMeans, batch_denominator, trained_weight
 from palestra.core.tracing import span
 from palestra.core.types import AlgorithmState, Episode, Metrics, Sample
-from palestra.engine.training.train_pass import TrainPass, join_passes
 from palestra.runs.loop import PhaseTimer, read_clocks
 from palestra.text.learners.base import Learner
 from palestra.text.rollouts.tree_rollout import Branching
+
+if TYPE_CHECKING:  # it loads torch
+    from palestra.engine.training.train_pass import TrainPass
 
 
 class Algorithm(Protocol):
@@ -131,10 +133,11 @@ async def run_updates(updates: Sequence[LearnerUpdate], episodes: Sequence[Episo
     with span("train", policy=", ".join(update.learner.name for update in updates)):
         for update in updates:
             await update.prepare(episodes)
-        for number in range(max(len(update.batches) for update in updates)):
+        for number in range(max((len(update.batches) for update in updates), default=0)):
             due = [update for update in updates if number < len(update.batches)]
             queues = [update.passes(number) for update in due]
-            await _make_passes(due, [queue or [] for queue in queues])
+            if any(queues):
+                await _make_passes(due, [queue or [] for queue in queues])
             for update, passes in zip(due, queues, strict=True):
                 await update.step(number, passes)
     return [update.metrics() for update in updates]
@@ -142,6 +145,8 @@ async def run_updates(updates: Sequence[LearnerUpdate], episodes: Sequence[Episo
 
 async def _make_passes(updates: Sequence[LearnerUpdate], queues: Sequence[Sequence[TrainPass]]) -> None:
     """Makes the passes of each update. Of the time of joint passes, each update gets its share of the tokens."""
+    from palestra.engine.training.train_pass import join_passes
+
     owners = {id(each): update for update, queue in zip(updates, queues, strict=True) for each in queue}
     for together in join_passes(queues):
         start = read_clocks()
