@@ -21,7 +21,7 @@ reference model, and micro-batches of 32 and 128 answers. Figures, by shape:
                            with --adapters: sampled tokens per second with so many adapters of ranks 4 to 40 in one
                            batch of 64 prompts, over those with one of rank 16
     adapters16_step_vs_1, adapters64_step_vs_1
-                           the same for whole steps, in which the adapters are trained one after another
+                           the same for whole steps, in which the adapters are trained together
     adapters64_peak_vs_1   peak GPU memory of such a step over that with one adapter
 """
 
@@ -44,7 +44,9 @@ from peak import peak_of
 from rich.console import Console
 from rich.table import Table
 
-from palestra.engine.training.adapter_weights import AdapterWeights
+from palestra.core.losses import clipped_policy_loss
+from palestra.engine.training.adapter_weights import AdapterWeights, OptimConfig
+from palestra.engine.training.train_pass import join_passes, run_together
 
 sys.path.append(str(Path(__file__).parents[1]))
 from results.ledger import absent, finish
@@ -169,8 +171,14 @@ def several_adapters(ours: Ours, *, repeats: int) -> dict[str, float]:
 
         def step(trainers: list[AdapterWeights] = trainers, sample: Callable[[], list[list[Any]]] = sample) -> None:
             groups = sample()
+            queues = []
             for i, trainer in enumerate(trainers):
-                ours.train(trainer, prompts[i :: len(trainers)], groups[i :: len(trainers)])
+                samples = ours.samples_of(prompts[i :: len(trainers)], groups[i :: len(trainers)])
+                queues.append(trainer.passes(samples, clipped_policy_loss))
+            for together in join_passes(queues):
+                run_together(together)
+            for trainer in trainers:
+                trainer.optim_step(OptimConfig(lr=1e-5))
 
         step()
         torch.cuda.reset_peak_memory_stats()

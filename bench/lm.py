@@ -102,16 +102,20 @@ class Ours:
         self.train(trainer, prompts, self.sample(prompts, K, new, [trainer.adapter.snapshot()]))
 
     def train(self, trainer: AdapterWeights, prompts: Sequence[np.ndarray], groups: Sequence[list[Any]]) -> None:
-        """Updates the adapter from sampled `groups`. The reward of an answer is its share of even tokens, so that
-        rewards differ in every group."""
+        """Updates the adapter from sampled `groups`."""
+        trainer.forward_backward(self.samples_of(prompts, groups), clipped_policy_loss)
+        trainer.optim_step(OptimConfig(lr=1e-5))
+
+    def samples_of(self, prompts: Sequence[np.ndarray], groups: Sequence[list[Any]]) -> list[Sample]:
+        """Returns samples with advantages. The reward of an answer is its share of even tokens, so that rewards differ
+        in every group."""
         samples = []
         for prompt, siblings in zip(prompts, groups, strict=True):
             rewards = np.array([np.mean(s.token_ids % 2 == 0) for s in siblings])
             advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
             for s, a in zip(siblings, advantages, strict=True):
                 samples.append(Sample(prompt, s.token_ids, s.logprobs, np.full(len(s.token_ids), a, np.float32)))
-        trainer.forward_backward(samples, clipped_policy_loss)
-        trainer.optim_step(OptimConfig(lr=1e-5))
+        return samples
 
 
 def ids(count: int, length: int, seed: int = 0) -> list[np.ndarray]:

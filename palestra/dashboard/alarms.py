@@ -48,6 +48,8 @@ INVALID_NOW = 0.02
 # shares of episodes; of answers
 MAX_FAILED_SHARE = 0.05
 MAX_CUT_OFF_SHARE = 0.3
+# times the largest return of an episode: values of endless episodes at a discount of 0.99 are far below
+DIVERGED_VALUES = 1000
 
 
 class AlarmRule(NamedTuple):
@@ -105,6 +107,12 @@ RULES = {
         "max_tokens",
         "raise sampling.max_tokens of the policy, or ask for shorter answers in the prompt",
     ),
+    "values diverge": AlarmRule(
+        f"the values of a policy's actions are {DIVERGED_VALUES} times the largest return that it got in training (at "
+        "least 1), or more: they no longer follow the rewards",
+        "begin anew with a target network that changes more slowly (a smaller tau, or a larger target_interval), a "
+        "smaller lr or n_step: 1",
+    ),
     "episodes fail": AlarmRule(
         f"at least {MAX_FAILED_SHARE:.0%} of the episodes of the newest {NEWEST_LINES} lines failed",
         "open System for the errors by frequency, and Episodes (outcome: error) for the traceback of each; fix the env",
@@ -157,7 +165,7 @@ def find_alarms(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: 
         team = {**team, "success": np.mean(by_team, axis=0)}
     rules = (lazy_seat, entropy_collapse, longer_for_reward, format_for_reward, one_seat_carries, no_signal, cut_off)
     found = chain.from_iterable(rule(policies, team, evals) for rule in rules)
-    return [*found, *failing_episodes(team), *held_out_fall(evals)]
+    return [*found, *diverging_values(policies), *failing_episodes(team), *held_out_fall(evals)]
 
 
 def lazy_seat(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
@@ -261,6 +269,18 @@ def cut_off(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: Metr
         share = newest_mean(series, "truncated_fraction")
         if share is not None and share >= MAX_CUT_OFF_SHARE:
             yield Alarm("answers are cut off", name, f"{share:.0%} of its answers ran into the token limit")
+
+
+def diverging_values(policies: MetricsByName) -> Iterator[Alarm]:
+    """Yields an alarm if the values of a policy's actions are far from any return that it got."""
+    for name, series in policies.items():
+        value = end_mean(series, "q")
+        returns = np.abs(series.get("return", np.zeros(0)))
+        if value is None or not len(returns):
+            continue
+        largest = max(1.0, float(returns.max()))
+        if abs(value) >= DIVERGED_VALUES * largest:
+            yield Alarm("values diverge", name, f"values of {value:.3g}, at returns of at most {largest:.3g}")
 
 
 def failing_episodes(team: Mapping[str, np.ndarray]) -> Iterator[Alarm]:

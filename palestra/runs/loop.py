@@ -294,11 +294,11 @@ class PhaseTimer:
     wall_s: dict[str, float] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
 
-    def add_since(self, phase: str, start: tuple[float, float]) -> None:
-        """Adds the time since `start`, a result of `read_clocks`, to `phase`."""
+    def add_since(self, phase: str, start: tuple[float, float], share: float = 1.0) -> None:
+        """Adds a share of the time since `start`, a result of `read_clocks`, to `phase`."""
         wall, cpu = read_clocks()
-        self.wall_s[phase] = self.wall_s.get(phase, 0.0) + wall - start[0]
-        self.cpu_s[phase] = self.cpu_s.get(phase, 0.0) + cpu - start[1]
+        self.wall_s[phase] = self.wall_s.get(phase, 0.0) + share * (wall - start[0])
+        self.cpu_s[phase] = self.cpu_s.get(phase, 0.0) + share * (cpu - start[1])
 
     @classmethod
     def sum(cls, timers: Sequence[PhaseTimer]) -> PhaseTimer:

@@ -48,6 +48,13 @@ def hacking(tokens=(10, 15), reward=(0.1, 0.3), invalid=(0.1, 0.1)):
     return {"red": {"tokens": line(*tokens), "local_reward": line(*reward), "invalid": line(*invalid)}}
 
 
+@pytest.mark.parametrize(("value", "paid", "fires"), [(27e3, 27, True), (-26e3, 27, False), (1001, 0.1, True)])
+def test_alarm_on_values_that_diverge(value, paid, fires):
+    series = {"q": line(-5, value), "return": line(-paid, -paid / 2)}
+    assert (names({"red": series}) == [("values diverge", "red")]) == fires
+    assert names({"red": {"q": line(-5, value)}}) == []  # no episode has ended
+
+
 def test_alarm_on_longer_answers_without_success():
     assert names(hacking()) == [("reward hacking by length?", "red")]
     assert names(hacking(tokens=(10, 14))) == []

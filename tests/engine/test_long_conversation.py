@@ -21,7 +21,7 @@ from palestra.testing import tiny_lm
 from palestra.text.algorithms.grpo import GRPO
 from palestra.text.learners.lm import LanguageLearner, build_weights
 from palestra.text.learners.lm_config import LoraPolicyConfig
-from palestra.text.training.trainer import update_learner
+from palestra.text.training.update import update_learner
 
 ANSWER_TOKENS = 8
 ALGORITHM = GRPO(branch_at="root", group_size=2, scale="none", entropy_coef=0.0, old_logprobs="sampler")

@@ -28,7 +28,7 @@ from palestra.text.learners.lm import LanguageLearner
 from palestra.text.learners.lm_config import LoraPolicyConfig
 from palestra.text.policies.base import Policy, Query
 from palestra.text.rollouts.tree_rollout import EpisodeRunner, EpisodeSpec
-from palestra.text.training.trainer import update_learner
+from palestra.text.training.update import update_learner
 from palestra.vector.algorithms.actor_critic import ActorCriticLearner
 from palestra.vector.algorithms.ppo import PPO
 from palestra.vector.learners.policy_stack import NetPolicyConfig

@@ -35,7 +35,8 @@ from palestra.text.tinker import connection, remote_weights
 from palestra.text.tinker.client import connect
 from palestra.text.tinker.connection import RequestRefused, ServiceConnection
 from palestra.text.tinker.remote_weights import WireLoss, to_wire_loss
-from palestra.text.training.trainer import TextTrainer, update_learner
+from palestra.text.training.trainer import TextTrainer
+from palestra.text.training.update import update_learner
 
 STEPS = 4
 

@@ -1,6 +1,7 @@
 """Routes: which adapter each row of a pass uses, and the products that apply it to a linear layer.
 
-Training uses one adapter for all rows (`SingleAdapterRoute`), with gradients. Sampling uses many: rows of several
+Training uses one adapter for all rows (`SingleAdapterRoute`), with gradients, or one for each block of them
+(`BlockRoute`). Sampling uses many: rows of several
 snapshots, and of the bare base, share one forward pass (`MultiAdapterRoute`); on the plain path all rows have one
 (`SnapshotRoute`). All implement `AdapterRoute` of flat_row.py.
 
@@ -24,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from palestra.engine.forward.linear import linear, low_rank_grads, matmul
 from palestra.engine.lora.adapters import Adapter, Snapshot, layer_shape, own_output
 from palestra.engine.lora.low_rank import (
+    GroupedLinear,
     RowColumns,
     Run,
     add_by_kernels,
@@ -35,6 +37,7 @@ from palestra.engine.lora.low_rank import (
 )
 from palestra.engine.lora.variants import Dropout, linear_by_blocks, variant_output
 
+MAX_GROUPED_ROWS = 512  # an adapter, on average: with more rows, adding it to the weights takes a CPU less time
 MAX_MERGED_WEIGHTS = 2**18  # layers with at most this many weights are merged: a copy costs little memory
 
 
@@ -63,6 +66,44 @@ class SingleAdapterRoute:
 
     def blocks(self, rows: int) -> list[tuple[SingleAdapterRoute, int]]:
         return [(self, rows)]
+
+
+class BlockRoute:
+    """The route of a multi-adapter training pass: block i of the rows uses adapter i, and gradients flow into it."""
+
+    def __init__(self, adapters: Sequence[Adapter], counts: Sequence[int]) -> None:
+        self.routes = [SingleAdapterRoute(adapter) for adapter in adapters]
+        self.counts = list(counts)
+        self._runs: dict[tuple[int, ...], list[Run]] = {}  # by the adapters' ranks at a layer
+
+    def blocks(self, rows: int) -> list[tuple[SingleAdapterRoute, int]]:
+        return list(zip(self.routes, self.counts, strict=True))
+
+    def linear(self, name: str, x: Tensor, layer: Any) -> Tensor:
+        if len(self.routes) == 1:
+            return self.routes[0].linear(name, x, layer)  # no copy
+        owners = [route.owner for route in self.routes]
+        is_small = x.is_cuda or sum(self.counts) <= MAX_GROUPED_ROWS * len(owners)
+        is_plain = type(layer) is nn.Linear and not torch.is_autocast_enabled(x.device.type)
+        if is_small and is_plain and all(owner.mergeable for owner in owners):
+            return self._linear_by_groups(name, x, layer, owners)
+        blocks = zip(self.routes, x.split(self.counts, dim=-2), strict=True)
+        return torch.cat([route.linear(name, block, layer) for route, block in blocks], dim=-2)
+
+    def _linear_by_groups(self, name: str, x: Tensor, layer: nn.Linear, owners: Sequence[Adapter]) -> Tensor:
+        ranks = tuple(len(owner.weights[name][0]) if name in owner.weights else 0 for owner in owners)
+        adapted = [owner for owner, rank in zip(owners, ranks, strict=True) if rank]
+        if not adapted:
+            return own_output(layer, x)
+        if ranks not in self._runs:
+            self._runs[ranks] = runs_of(self.counts, ranks, x.device)
+        scale_T = np.repeat([owner.scale_of(name) for owner in adapted], [rank for rank in ranks if rank])
+        a_Ti = torch.cat([owner.weights[name][0] for owner in adapted])
+        b_To = torch.cat([owner.weights[name][1].T for owner in adapted]) * a_Ti.new_tensor(scale_T)[:, None]
+        return GroupedLinear.apply(x, layer.weight, layer.bias, a_Ti.to(x.dtype), b_To.to(x.dtype), self._runs[ranks])
+
+    def narrow(self, keep_M: Tensor) -> BlockRoute:
+        return BlockRoute([route.owner for route in self.routes], count_kept_rows(self.counts, keep_M))
 
 
 class SnapshotRoute:

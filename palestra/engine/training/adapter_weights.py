@@ -9,12 +9,8 @@ Shapes: `S` tokens of a forest, `M` trained tokens, `H` width of the model, `V` 
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import shutil
-import tempfile
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -22,10 +18,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from pydantic import Field
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from palestra.core.losses import LossFunction, LossInputs, has_dropout
+from palestra.core.losses import LossFunction, LossInputs, TensorMetrics, has_dropout
 from palestra.core.optimizers import AdamW, OptimizedPolicy, OptimizerConfig
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, Sample
@@ -46,6 +41,8 @@ from palestra.engine.training.micro_batch import (
     with_gradient,
 )
 from palestra.engine.training.optimizers import TextOptimizer, build_optimizer, set_options
+from palestra.engine.training.reference_weights import ReferenceWeights
+from palestra.engine.training.train_pass import TrainPass, run_together
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.parallel.torch_group import sum_in_place
 
@@ -118,8 +115,6 @@ class AdapterWeights:
 
     A full model has no snapshots: its policy samples from the weights in training, which change only between rollouts.
     """
-
-    is_local = True  # trained in this process
 
     def __init__(
         self,
@@ -220,31 +215,29 @@ class AdapterWeights:
 
     def forward_backward(self, samples: Sequence[Sample], loss: LossFunction, **options: float) -> Metrics:
         """Adds the gradient of `loss` over `samples` to the parameters; returns the loss and its metrics."""
-        return [{}, *self.iter_forward_backward(samples, loss, **options)][-1]
+        passes = self.passes(samples, loss, **options)
+        for each in passes:
+            run_together([each])
+        return self.metrics_of(passes)
 
-    def iter_forward_backward(
-        self, samples: Sequence[Sample], loss: LossFunction, **options: float
-    ) -> Iterator[Metrics]:
-        """Runs `forward_backward` one micro-batch at a time; yields the metrics so far after each, so that other work
-        can run in between. The last metrics cover all ranks."""
-        total: Metrics = {}
+    def passes(self, samples: Sequence[Sample], loss: LossFunction, **options: float) -> list[TrainPass]:
+        """Returns the passes of this rank that `forward_backward` makes, one for each micro-batch. The caller runs
+        them, then calls `metrics_of`; other work can run in between."""
         share = token_weight(samples)
         trained = trained_share(samples)
-        samples = with_gradient(samples)
-        parts = self._micro_batches_by_rank(samples, share)
+        parts = self._micro_batches_by_rank(with_gradient(samples), share)
+        passes = []
         for pack in parts[self.group.rank]:
             dropout = self._next_dropout() if has_dropout(loss) else None
-            tokens = self._loss_inputs(pack, bonus=bool(options.get("entropy")), dropout=dropout)
-            value, metrics = loss(tokens, **options)
-            self._backward(value)
-            for name, figure in {"loss": value.detach(), **{n: m / trained for n, m in metrics.items()}}.items():
-                total[name] = total.get(name, 0.0) + float(figure)
-            if self.group.world_size == 1:
-                yield total
-        for pack in self._dummy_micro_batches(parts):
-            self._backward(_zero_loss(self._loss_inputs(pack)))
-        if self.group.world_size > 1 and samples:
-            yield _sum_metrics(self.group.all_gather(total))
+            passes.append(TrainPass(self, pack, loss, options, trained, dropout))
+        return passes + [TrainPass(self, pack, _zero_loss) for pack in self._dummy_micro_batches(parts)]
+
+    def metrics_of(self, passes: Sequence[TrainPass]) -> Metrics:
+        """Returns the sums of the metrics of passes that were run, over all ranks."""
+        total = _sum_metrics([each.metrics for each in passes])
+        if self.group.world_size > 1:
+            total = _sum_metrics(self.group.all_gather(total))
+        return total
 
     def _micro_batches_by_rank(self, samples: Sequence[Sample], share: float | None = None) -> list[list[MicroBatch]]:
         """Returns the micro-batches of each rank. `share` is the weight of a token (None: `samples` are all that
@@ -263,12 +256,6 @@ class AdapterWeights:
         firsts = [pack.samples[0] for pack in chain.from_iterable(parts)]
         shortest = min(firsts, key=lambda sample: len(sample.prompt_ids))
         return [MicroBatch([shortest], [0.0])] * (most - len(parts[self.group.rank]))
-
-    def _backward(self, value: Tensor) -> None:
-        if self.loss_scale:
-            value = value * self.loss_scale.value
-        value.backward()
-        self.engine.release_freed_memory()
 
     def optim_step(self, step: OptimConfig) -> Metrics:
         """Makes one optimizer step on the accumulated gradients; returns the gradient norm before clipping, and
@@ -371,11 +358,9 @@ class AdapterWeights:
             read(PackedBatch.pack(pack.samples, self.engine))
         return list(chain.from_iterable(self.group.all_gather(found)))
 
-    def _read(
-        self, rows: PackedBatch, adapter: Adapter | None, *, bonus: bool = False, dropout: Dropout | None = None
-    ) -> TokenOutputs:
+    def _read(self, rows: PackedBatch, adapter: Adapter | None) -> TokenOutputs:
         with self.engine.precision_context(self.autocast_dtype, recompute=self.checkpointing):
-            return rows.run_model(self.engine, adapter, entropy_grad=bonus, dropout=dropout)
+            return rows.run_model(self.engine, adapter)
 
     def _next_dropout(self) -> Dropout | None:
         """Returns the dropout of the next pass with gradients, by the numbers of the step, the rank and the pass."""
@@ -390,19 +375,17 @@ class AdapterWeights:
             raise ValueError("this policy has no critic: it was built for an algorithm without one")
         return self.critic(read.features_MH.float())[:, 0]
 
-    def _loss_inputs(self, pack: MicroBatch, *, bonus: bool = False, dropout: Dropout | None = None) -> LossInputs:
-        """Returns the loss inputs of `pack`; with `bonus`, the entropy has gradients."""
-        rows = PackedBatch.pack(pack.samples, self.engine)
-        read = self._read(rows, self.adapter, bonus=bonus, dropout=dropout)
+    def loss_inputs(self, pack: MicroBatch, read: TokenOutputs) -> LossInputs:
+        """Returns the loss inputs of `pack`, for which the model has the outputs `read`."""
         return build_loss_inputs(pack, read.logp_M, read.entropy_M, self._value(read) if self.critic else None)
 
 
-def _zero_loss(tokens: LossInputs) -> Tensor:
+def _zero_loss(tokens: LossInputs) -> tuple[Tensor, TensorMetrics]:
     """Returns a loss of zero with zero gradients."""
     outputs = [tokens.logp_M]
     if tokens.value_M is not None:
         outputs.append(tokens.value_M)
-    return 0.0 * torch.cat(outputs).sum()
+    return 0.0 * torch.cat(outputs).sum(), {}
 
 
 def _sum_metrics(parts: Sequence[Metrics]) -> Metrics:
@@ -419,67 +402,3 @@ def value_head(engine: Engine) -> nn.Linear:
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     return head
-
-
-REFERENCE_FILE = "weights.safetensors"
-
-
-class ReferenceWeights:
-    """A copy of `parameters` as they are now, in their own dtype: in the memory of their device, or with `on_disk` in a
-    temporary folder, read whole for every pass. For a pass of the reference the model's parameters point to the frozen
-    tensors, without copying. `is_base` is True until the base's weights are replaced."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], *, on_disk: bool) -> None:
-        self.parameters = list(parameters)
-        self.is_base = True
-        self._folder: Path | None = None
-        if on_disk:
-            self._folder = Path(tempfile.mkdtemp(prefix="palestra-reference-"))
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        self._tensors: list[Tensor] = []
-        self._store([parameter.detach() for parameter in self.parameters])
-
-    def replace(self) -> None:
-        """Replaces the reference by a copy of the current parameters."""
-        self._store([parameter.detach() for parameter in self.parameters])
-        self.is_base = False
-
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Context in which the model has the frozen weights."""
-        own = [parameter.data for parameter in self.parameters]
-        for parameter, tensor in zip(self.parameters, self._load(), strict=True):
-            parameter.data = tensor
-        try:
-            yield
-        finally:
-            for parameter, tensor in zip(self.parameters, own, strict=True):
-                parameter.data = tensor
-
-    def save(self, path: Path) -> None:
-        """Writes the frozen weights to `path`."""
-        tensors = {str(i): tensor.cpu().contiguous() for i, tensor in enumerate(self._load())}
-        save_file(tensors, path)
-
-    def load(self, path: Path) -> None:
-        """Reads the weights that `save` wrote. Raises ValueError if they are of another model."""
-        stored = load_file(path)
-        shapes = [tuple(parameter.shape) for parameter in self.parameters]
-        if [tuple(stored[str(i)].shape) for i in range(len(stored))] != shapes:
-            raise ValueError(f"the reference at {path} is of another model")
-        self._store([stored[str(i)] for i in range(len(stored))])
-        self.is_base = False
-
-    def _store(self, tensors: Sequence[Tensor]) -> None:
-        if self._folder:
-            kept = {str(i): tensor.cpu().contiguous() for i, tensor in enumerate(tensors)}
-            save_file(kept, self._folder / REFERENCE_FILE)
-            return
-        places = zip(tensors, self.parameters, strict=True)
-        self._tensors = [torch.empty_like(p, requires_grad=False).copy_(tensor) for tensor, p in places]
-
-    def _load(self) -> list[Tensor]:
-        if not self._folder:
-            return self._tensors
-        stored = load_file(self._folder / REFERENCE_FILE)
-        return [stored[str(i)].to(parameter.device) for i, parameter in enumerate(self.parameters)]

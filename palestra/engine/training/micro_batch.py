@@ -16,7 +16,7 @@ from palestra.core.losses import LossInputs
 from palestra.core.sample_weights import batch_denominator, trained_weight
 from palestra.core.types import Sample, is_sampled
 from palestra.engine.bases.model import Engine
-from palestra.engine.forward.flat_row import packs
+from palestra.engine.forward.flat_row import AdapterRoute, packs
 from palestra.engine.forward.linear import padded_rows
 from palestra.engine.forward.routing_replay import packed_experts
 from palestra.engine.forward.tree_attention import Forest, TreeLayout, build_forest, common_prefix, padded_forest
@@ -80,19 +80,17 @@ class PackedBatch:
     ) -> TokenOutputs:
         """Computes the outputs of the model with `adapter` and its `dropout`. Each distinct row of
         logits is computed once; with `entropy_grad`, entropies have gradients."""
-        keep, of_token_M = np.unique(self.rows_M, return_inverse=True)
+        keep = engine.tensor(np.unique(self.rows_M))
         tensor = engine.tensor
         route = SingleAdapterRoute(adapter, dropout) if adapter else None
-        wanted = scored_tokens(engine, of_token_M, self.targets_M, self.temperature_M, self.kept)
-        flat = tensor(self.forest.ids_S), tensor(self.forest.positions_S), self.layout, route, tensor(keep)
+        flat = tensor(self.forest.ids_S), tensor(self.forest.positions_S), self.layout, route, keep
         replayed = None if self.experts_SLK is None else tensor(self.experts_SLK)
 
         def compute() -> TokenOutputs:
-            with engine.use_experts(replayed, flat[-1]):
+            with engine.use_experts(replayed, keep):
                 features = engine.hidden_states(*flat)
             engine.release_freed_memory()
-            scores = score_tokens(LMHead(engine, route), features, wanted, entropy_grad=entropy_grad)
-            return TokenOutputs(*scores, select_rows(features, wanted.row_M))
+            return self.read_outputs(engine, route, features, entropy_grad=entropy_grad)
 
         if engine.sharded_params:
             outputs: TokenOutputs = engine.sharded_params.in_pass(compute)
@@ -100,6 +98,15 @@ class PackedBatch:
             outputs = compute()
         engine.release_freed_memory()
         return outputs
+
+    def read_outputs(
+        self, engine: Engine, route: AdapterRoute | None, hidden_RH: Tensor, *, entropy_grad: bool = False
+    ) -> TokenOutputs:
+        """Returns the outputs from the last hidden states of the rows that predict a token, each row once."""
+        of_token_M = np.unique(self.rows_M, return_inverse=True)[1]
+        wanted = scored_tokens(engine, of_token_M, self.targets_M, self.temperature_M, self.kept)
+        scores = score_tokens(LMHead(engine, route), hidden_RH, wanted, entropy_grad=entropy_grad)
+        return TokenOutputs(*scores, select_rows(hidden_RH, wanted.row_M))
 
 
 def pack_samples(samples: Sequence[Sample]) -> tuple[Forest, np.ndarray, np.ndarray]:
@@ -135,7 +142,7 @@ def micro_batches(samples: Sequence[Sample], tokens: int, weight: float | None =
     if weight is None:
         weight = token_weight(samples)
     result = []
-    for groups in packs(by_group(samples), _length, tokens):
+    for groups in packs(by_group(samples), num_tokens, tokens):
         part = list(chain.from_iterable(groups))
         result.append(MicroBatch(part, [weight * s.weight for s in part]))
     return result
@@ -145,16 +152,17 @@ def split_over_ranks(samples: Sequence[Sample], count: int) -> list[list[Sample]
     """Splits `samples` into `count` consecutive runs of similar numbers of tokens. Samples of one
     group stay together; most samples with a common prompt do."""
     groups = by_group(samples)
-    ends = np.cumsum([_length(group) for group in groups])
+    ends = np.cumsum([num_tokens(group) for group in groups])
     result: list[list[Sample]] = [[] for _ in range(count)]
     for group, end in zip(groups, ends.tolist(), strict=True):
-        middle = end - _length(group) / 2
+        middle = end - num_tokens(group) / 2
         result[int(middle * count / ends[-1])] += group
     return result
 
 
-def _length(group: Sequence[Sample]) -> int:
-    return sum(len(s.prompt_ids) + len(s.token_ids) for s in group)
+def num_tokens(samples: Sequence[Sample]) -> int:
+    """Returns the tokens of prompts and answers, before prompts are shared."""
+    return sum(len(s.prompt_ids) + len(s.token_ids) for s in samples)
 
 
 def build_loss_inputs(pack: MicroBatch, logp_M: Tensor, entropy_M: Tensor, value_M: Tensor | None = None) -> LossInputs:

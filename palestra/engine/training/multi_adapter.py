@@ -17,25 +17,24 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from palestra.core.losses import TensorMetrics
 from palestra.core.types import Datum
 from palestra.engine.bases.model import Engine
 from palestra.engine.forward.flat_row import packs
 from palestra.engine.forward.logits import fits_at_once, widen
-from palestra.engine.forward.tree_attention import Forest, TreeLayout, build_forest, concat_forests
-from palestra.engine.lora.adapters import Adapter, own_output
-from palestra.engine.lora.low_rank import GroupedLinear, Run, runs_of
-from palestra.engine.lora.routes import SingleAdapterRoute, count_kept_rows
+from palestra.engine.forward.tree_attention import Forest, build_forest
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.routes import BlockRoute, SingleAdapterRoute
 from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.engine.training.head import LMHead, ScoredTokens, score_tokens
+from palestra.engine.training.train_pass import hidden_of_blocks
 
-MAX_GROUPED_ROWS = 512  # an adapter, on average: with more rows, adding it to the weights takes a CPU less time
 ReadLogits = Callable[[Tensor, slice], Tensor]
 
 
@@ -85,43 +84,6 @@ class JobResult:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class BlockRoute:
-    """The route of a multi-adapter training pass: block i of the rows uses adapter i, and gradients flow into it."""
-
-    def __init__(self, adapters: Sequence[Adapter], counts: Sequence[int]) -> None:
-        self.routes = [SingleAdapterRoute(adapter) for adapter in adapters]
-        self.counts = list(counts)
-        self._runs: dict[tuple[int, ...], list[Run]] = {}  # by the adapters' ranks at a layer
-
-    def blocks(self, rows: int) -> list[tuple[SingleAdapterRoute, int]]:
-        return list(zip(self.routes, self.counts, strict=True))
-
-    def linear(self, name: str, x: Tensor, layer: Any) -> Tensor:
-        if len(self.routes) == 1:
-            return self.routes[0].linear(name, x, layer)  # no copy
-        owners = [route.owner for route in self.routes]
-        is_small = x.is_cuda or sum(self.counts) <= MAX_GROUPED_ROWS * len(owners)
-        if is_small and type(layer) is nn.Linear and all(owner.mergeable for owner in owners):
-            return self._linear_by_groups(name, x, layer, owners)
-        blocks = zip(self.routes, x.split(self.counts, dim=-2), strict=True)
-        return torch.cat([route.linear(name, block, layer) for route, block in blocks], dim=-2)
-
-    def _linear_by_groups(self, name: str, x: Tensor, layer: nn.Linear, owners: Sequence[Adapter]) -> Tensor:
-        ranks = tuple(len(owner.weights[name][0]) if name in owner.weights else 0 for owner in owners)
-        adapted = [owner for owner, rank in zip(owners, ranks, strict=True) if rank]
-        if not adapted:
-            return own_output(layer, x)
-        if ranks not in self._runs:
-            self._runs[ranks] = runs_of(self.counts, ranks, x.device)
-        scale_T = np.repeat([owner.scale_of(name) for owner in adapted], [rank for rank in ranks if rank])
-        a_Ti = torch.cat([owner.weights[name][0] for owner in adapted])
-        b_To = torch.cat([owner.weights[name][1].T for owner in adapted]) * a_Ti.new_tensor(scale_T)[:, None]
-        return GroupedLinear.apply(x, layer.weight, layer.bias, a_Ti.to(x.dtype), b_To.to(x.dtype), self._runs[ranks])
-
-    def narrow(self, keep_M: Tensor) -> BlockRoute:
-        return BlockRoute([route.owner for route in self.routes], count_kept_rows(self.counts, keep_M))
-
-
 @dataclass
 class _JobState:
     """State of a running job, or the error that ended it."""
@@ -161,6 +123,10 @@ class JobSlice(NamedTuple):
 
     def build_forest(self) -> Forest:
         return build_forest([datum.tokens for datum in self.data])
+
+    def find_rows(self, forest: Forest) -> list[np.ndarray]:
+        """Returns the rows [n] of its forest whose logits are needed, for each datum."""
+        return [path[n] for n, path in zip(self.scored_positions, forest.paths, strict=True)]
 
 
 def train_jobs(
@@ -212,21 +178,17 @@ def _pass(engine: Engine, parts: list[JobSlice]) -> None:
     """Runs one forward pass for all data, one loss per job, and one backward pass for all losses. Results are recorded
     only after everything has succeeded; only failed losses are recorded before."""
     forests = [part.build_forest() for part in parts]
-    flat = concat_forests(forests)
-    sizes = [len(forest.ids_S) for forest in forests]
-    route = BlockRoute([part.state.adapter for part in parts], sizes)
-    rows = _rows(parts, forests)
-    keep = np.unique(np.concatenate(list(chain.from_iterable(rows))))
+    adapters = [part.state.adapter for part in parts]
+    rows = [part.find_rows(forest) for part, forest in zip(parts, forests, strict=True)]
+    kept = [np.unique(np.concatenate(part_rows)) for part_rows in rows]
+    counts = list(map(len, kept))
+    starts = np.cumsum([0, *counts[:-1]])
     with torch.set_grad_enabled(any(part.state.job.backward for part in parts)):
-        positions = engine.tensor(flat.positions_S)
-        layout = TreeLayout(flat, engine.device)
-        hidden_CH = engine.hidden_states(engine.tensor(flat.ids_S), positions, layout, route, engine.tensor(keep))
-        if len(keep) < len(flat.ids_S):
-            route = route.narrow(engine.tensor(keep))
-        head_of = _heads(engine, route, hidden_CH)
+        hidden_CH = hidden_of_blocks(engine, forests, adapters, kept)
+        head_of = _heads(engine, BlockRoute(adapters, counts), hidden_CH)
         judged = []
-        for part, part_rows in zip(parts, rows, strict=True):
-            at = [np.searchsorted(keep, row_n) for row_n in part_rows]
+        for part, part_rows, kept_rows, start in zip(parts, rows, kept, starts, strict=True):
+            at = [start + np.searchsorted(kept_rows, row_n) for row_n in part_rows]
             judgement = _compute_loss(part, _loss_inputs(engine, part, at, head_of(part)))
             if judgement is not None:
                 judged.append(judgement)
@@ -246,15 +208,6 @@ def _gradients(losses: Sequence[tuple[_JobState, Tensor]]) -> list[tuple[_JobSta
     total = torch.stack([loss for _, loss in losses]).sum()
     flat = iter(torch.autograd.grad(total, list(chain.from_iterable(leaves)), materialize_grads=True))
     return [(run, list(islice(flat, len(part)))) for (run, _), part in zip(losses, leaves, strict=True)]
-
-
-def _rows(parts: Sequence[JobSlice], forests: Sequence[Forest]) -> list[list[np.ndarray]]:
-    """Returns, for each datum of each part, the flat rows [n] whose logits are needed."""
-    starts = np.cumsum([0] + [len(forest.ids_S) for forest in forests])
-    rows = []
-    for part, forest, start in zip(parts, forests, starts, strict=False):
-        rows.append([start + path[n] for n, path in zip(part.scored_positions, forest.paths, strict=True)])
-    return rows
 
 
 class WholeHead:

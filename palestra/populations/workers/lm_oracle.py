@@ -51,7 +51,7 @@ from palestra.text.policies.scripted import RandomPolicy
 from palestra.text.policy_configs import FrozenConfig
 from palestra.text.rollouts.metrics import member_name
 from palestra.text.rollouts.tree_rollout import Branching, EpisodeSpec
-from palestra.text.training.trainer import update_learner
+from palestra.text.training.update import update_learner
 
 RESULT_START = 0.8  # share of a response's steps after which its games count in the result
 SELF_PLAY_NAME = "itself"  # name of the learner's own copy as an opponent

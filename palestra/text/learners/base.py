@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from palestra.core.types import Metrics, Sample
 from palestra.text.policies.base import Policy
+
+if TYPE_CHECKING:  # it loads torch
+    from palestra.engine.training.train_pass import TrainPass
 
 
 class Learner(Protocol):
@@ -29,6 +32,19 @@ class Learner(Protocol):
 
     async def forward_backward(self, samples: Sequence[Sample], loss: Callable[..., Any], **options: Any) -> Metrics:
         """Adds the gradient of `loss`; returns its metrics."""
+        ...
+
+    def passes(self, samples: Sequence[Sample], loss: Callable[..., Any], **options: Any) -> list[TrainPass] | None:
+        """Returns the passes that `forward_backward` makes, so that `make_passes` can make them together with those of
+        other learners; None if they are not made in this process."""
+        ...
+
+    async def make_passes(self, passes: Sequence[TrainPass]) -> None:
+        """Makes passes, of this learner and of others on its base, as one."""
+        ...
+
+    def metrics_of(self, passes: Sequence[TrainPass]) -> Metrics:
+        """Returns the metrics of this learner's passes of a batch, which were made."""
         ...
 
     async def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]:

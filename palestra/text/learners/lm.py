@@ -7,7 +7,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -21,6 +21,7 @@ from palestra.engine.lora.adapters import Adapter, Snapshot
 from palestra.engine.training.adapter_weights import AdapterWeights, OptimConfig
 from palestra.engine.training.micro_batch import by_group, by_prompt
 from palestra.engine.training.peft_format import load_into
+from palestra.engine.training.train_pass import TrainPass, run_together
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
 from palestra.text.policies.lm import LanguagePolicy, SamplerProtocol
@@ -36,8 +37,6 @@ class Weights(Protocol):
     The defaults are those of weights elsewhere, which are not sampled in this process.
     """
 
-    is_local: bool = False  # trained in this process, so that training and sampling take turns
-
     def forward_backward(self, samples: Sequence[Sample], loss: LossFunction, **options: Any) -> Metrics: ...
     def optim_step(self, adam: OptimConfig) -> Metrics: ...
     def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]: ...
@@ -46,10 +45,6 @@ class Weights(Protocol):
     def snapshot(self, name: str) -> Snapshot | None: ...
     def save(self, folder: Path) -> None: ...
     def load(self, folder: Path) -> None: ...
-
-    def iter_forward_backward(self, samples: Sequence[Sample], loss: LossFunction, **options: Any) -> Iterator[Metrics]:
-        """Runs `forward_backward` in parts; yields the metrics so far after each."""
-        yield self.forward_backward(samples, loss, **options)
 
     def read_parts(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """Returns the samples in the parts that `logprobs` and `values` read at a time."""
@@ -146,7 +141,7 @@ class LanguageLearner:
     @property
     def takes_turns(self) -> bool:
         """True if this process trains and samples, so that one waits while the other computes."""
-        return self.weights.is_local and self.sampler.engine is not None
+        return isinstance(self.weights, AdapterWeights) and self.sampler.engine is not None
 
     def batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """Splits `samples` into batches of about `config.batch_size` for one optimizer step each,
@@ -175,17 +170,30 @@ class LanguageLearner:
     async def forward_backward(self, samples: Sequence[Sample], loss: LossFunction, **options: Any) -> Metrics:
         """Adds the gradient of `loss`; returns its metrics. Other coroutines run between
         micro-batches."""
-        # With a server or with remote samplers, training runs in a thread, so that the rollout continues.
-        # Weights change only in `optim_step`.
-        if not self.takes_turns:
+        passes = self.passes(samples, loss, **options)
+        if passes is None:  # a thread waits for the server, so that the rollout continues
             return await asyncio.to_thread(self.weights.forward_backward, samples, loss, **options)
-        total: Metrics = {}
+        for each in passes:
+            await self.make_passes([each])
+        return self.metrics_of(passes)
+
+    def passes(self, samples: Sequence[Sample], loss: LossFunction, **options: Any) -> list[TrainPass] | None:
+        return self.weights.passes(samples, loss, **options) if isinstance(self.weights, AdapterWeights) else None
+
+    async def make_passes(self, passes: Sequence[TrainPass]) -> None:
+        """Makes passes as one; other coroutines run after them, or meanwhile with remote samplers.
+        Weights change only in `optim_step`."""
+        if not self.takes_turns:
+            await asyncio.to_thread(run_together, passes)
+            return
         start = time.perf_counter()
-        for so_far in self.weights.iter_forward_backward(samples, loss, **options):
-            total = so_far
+        run_together(passes)
+        if passes[0].weights.group.world_size == 1:
             await self._yield_to_others(time.perf_counter() - start)
-            start = time.perf_counter()
-        return total
+
+    def metrics_of(self, passes: Sequence[TrainPass]) -> Metrics:
+        assert isinstance(self.weights, AdapterWeights)
+        return self.weights.metrics_of(passes)
 
     async def _yield_to_others(self, seconds: float) -> None:
         """Lets other coroutines run once, or for up to `seconds` while the sampler has requests."""
@@ -232,7 +240,7 @@ class LanguageLearner:
 
     async def optim_step(self, progress: float = 0.0) -> Metrics:
         config = self.config.at(progress)
-        if self.weights.is_local:
+        if isinstance(self.weights, AdapterWeights):
             metrics = self.weights.optim_step(config)
         else:
             metrics = await asyncio.to_thread(self.weights.optim_step, config)

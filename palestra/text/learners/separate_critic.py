@@ -7,7 +7,7 @@ policy. It costs an additional pass and an additional adapter.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from palestra.engine.bases.model import Engine
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.sampling.request import max_positions
 from palestra.engine.training.adapter_weights import AdapterWeights, OptimConfig
+from palestra.engine.training.train_pass import TrainPass
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.text.learners.lm import load_start, new_adapter, weights_options
 from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
@@ -53,21 +54,22 @@ class SeparateCriticWeights(AdapterWeights):
         self.critic_weights = AdapterWeights(engine, own, critic=True, **options)
         self._has_gradient = False
 
-    def iter_forward_backward(self, samples: Sequence[Sample], loss: LossFunction, **options: Any) -> Iterator[Metrics]:
-        """Runs the policy's passes with `loss`, and then, for samples with returns, the critic's with its value
-        loss."""
+    def passes(self, samples: Sequence[Sample], loss: LossFunction, **options: Any) -> list[TrainPass]:
+        """Returns the policy's passes with `loss` and, for samples with returns, the critic's with its value loss."""
         of_value = {name: options.pop(name) for name in VALUE_OPTIONS if name in options}
-        total: Metrics = {}
-        for so_far in super().iter_forward_backward(samples, loss, **options):
-            total = so_far
-            yield total
+        passes = super().passes(samples, loss, **options)
         if not samples or samples[0].returns is None:
-            return
+            return passes
         self._has_gradient = True
-        for so_far in self.critic_weights.iter_forward_backward(
-            self._critic_samples(samples), value_function_loss, **of_value
-        ):
-            yield total | {name: figure for name, figure in so_far.items() if name != "loss"}
+        return passes + self.critic_weights.passes(self._critic_samples(samples), value_function_loss, **of_value)
+
+    def metrics_of(self, passes: Sequence[TrainPass]) -> Metrics:
+        """Returns the metrics of the policy's loss and of the critic's; `loss` is the policy's."""
+        metrics = super().metrics_of([each for each in passes if each.weights is self])
+        if not self._has_gradient:
+            return metrics
+        found = self.critic_weights.metrics_of([each for each in passes if each.weights is not self])
+        return metrics | {name: figure for name, figure in found.items() if name != "loss"}
 
     def optim_step(self, adam: OptimConfig) -> Metrics:
         """Takes a step of the policy, and one of the critic's adapter and head with `critic_lr` and

@@ -9,14 +9,13 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from palestra.core.failures import RunFailed, check_failures
-from palestra.core.sample_weights import WeightedMeans, batch_denominator, trained_weight
 from palestra.core.seeding import derive_seed
-from palestra.core.tracing import span
-from palestra.core.types import TEAM, AlgorithmState, Episode, Metrics, Sample, Seat
+from palestra.core.types import TEAM, AlgorithmState, Episode, Metrics, Seat
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.runs import Checkpoint
 from palestra.runs.eval_files import MAX_EVAL_EPISODES
@@ -35,54 +34,11 @@ from palestra.text.rollouts.refill import play_refilled
 from palestra.text.rollouts.sample_metrics import sample_metrics
 from palestra.text.rollouts.sources import STAGE_START_KEY, EpisodeSource
 from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.text.training.update import Algorithm, LearnerUpdate, run_updates
 
 T = TypeVar("T")
 
 STATE_FILE = "algorithm_state.json"  # file in a checkpoint: state that algorithms and curricula keep between steps
-
-
-class Algorithm(Protocol):
-    """Credit assignment and a loss function."""
-
-    @property
-    def branching(self) -> Branching:
-        """The branching of episode trees."""
-        ...
-
-    @property
-    def max_redraws(self) -> int:
-        """Largest number of instances played in place of an episode without signal."""
-        ...
-
-    def has_signal(self, episode: Episode) -> bool:
-        """True if an episode is trained on, and not replaced by one on another instance."""
-        ...
-
-    @property
-    def loss(self) -> Callable[..., Any]:
-        """The loss function (losses/)."""
-        ...
-
-    @property
-    def loss_options(self) -> dict[str, Any]:
-        """Keyword arguments of the loss."""
-        ...
-
-    async def token_scores(self, episodes: Sequence[Episode], learner: Learner) -> Mapping[int, Any]:
-        """Returns what `build_samples` needs of the weights in training, if anything: its argument `scores`."""
-        ...
-
-    def build_samples(
-        self, episodes: Sequence[Episode], policy: str, state: AlgorithmState | None = None
-    ) -> tuple[list[Sample], Metrics]:
-        """Returns the samples that `policy` is trained on, and metrics. Reads only the episodes."""
-        ...
-
-    async def finalize_samples(
-        self, samples: list[Sample], learner: Learner, state: AlgorithmState
-    ) -> tuple[list[Sample], Metrics]:
-        """Returns the samples completed with what `learner` computes, such as values, and metrics."""
-        ...
 
 
 @dataclass(kw_only=True)
@@ -295,8 +251,8 @@ class TextTrainer:
         return on_episode
 
     def update(self, step: int, collected: CollectedEpisodes) -> TextUpdate:
-        """Assigns credit and updates every learner, one after another or, if they work in other processes,
-        concurrently. Raises RunFailed, with the episodes recorded, if too many failed."""
+        """Assigns credit and updates every learner, together or, if they work in other processes, concurrently.
+        Raises RunFailed, with the episodes recorded, if too many failed."""
         episodes = collected.episodes
         position = collected.position
         algorithm = position.stage.algorithm
@@ -306,13 +262,13 @@ class TextTrainer:
         timers = {name: PhaseTimer.sum([collected.timer]) for name in [*self.learners, TEAM]}
 
         async def update_learners() -> list[Metrics]:
-            updates = (
-                update_learner(algorithm, learner, episodes, progress, self.policy_state(name), timers[name])
+            updates = [
+                LearnerUpdate(algorithm, learner, progress, self.policy_state(name), timers[name])
                 for name, learner in self.learners.items()
-            )
+            ]
             if self.learners_are_remote:
-                return await asyncio.gather(*updates)
-            return [await update for update in updates]
+                return list(chain(*await asyncio.gather(*(run_updates([update], episodes) for update in updates))))
+            return await run_updates(updates, episodes)
 
         start = read_clocks()
         learner_metrics = self.run_async(update_learners())
@@ -380,39 +336,6 @@ class TextTrainer:
                 save_checkpoint(self, self.run, step - 1, keep=False)
             self.run.write_episodes(step, list(episodes))
             raise
-
-
-async def update_learner(
-    algorithm: Algorithm,
-    learner: Learner,
-    episodes: Sequence[Episode],
-    progress: float,
-    state: AlgorithmState | None = None,
-    timer: PhaseTimer | None = None,
-) -> Metrics:
-    """Updates one learner on its own samples, with one optimizer step per batch. Returns metrics: those of the loss are
-    means over the tokens of all batches, by their weights, those of the optimizer means over its steps.
-
-    `progress` is the elapsed share of the stage, for learning-rate schedules. The time is added to `timer`.
-    """
-    state = {} if state is None else state
-    start = read_clocks()
-    with span("train", policy=learner.name):
-        scores = await algorithm.token_scores(episodes, learner)
-        given: dict[str, Any] = {"scores": scores} if scores else {}  # an algorithm without scores need not take them
-        samples, credit = algorithm.build_samples(episodes, learner.name, state, **given)
-        samples, more = await algorithm.finalize_samples(samples, learner, state)
-        batches = learner.batches(samples)
-        total = WeightedMeans()
-        for batch in batches:
-            metrics = await learner.forward_backward(batch, algorithm.loss, **algorithm.loss_options)
-            loss = {name: metrics.pop(name) for name in ("loss",) if name in metrics}
-            total.add(loss, batch_denominator(batch))
-            total.add(metrics, trained_weight(batch))
-            total.add(await learner.optim_step(progress))
-    if timer:
-        timer.add_since("train", start)
-    return {"samples": float(len(samples)), "updates": float(len(batches)), **credit, **more, **total.means()}
 
 
 async def play_instances(

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 from palestra.core.losses import clipped_policy_loss, cross_entropy_loss
 from palestra.core.types import Datum, Sample
 from palestra.engine.bases.model import Engine
+from palestra.engine.lora import routes
 from palestra.engine.lora.adapters import weighted_sum
 from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.scoring import ScoreRequest, score_prompts
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.engine.training import multi_adapter
 from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.engine.training.multi_adapter import Job, JobLossFunction, JobLossInputs, JobResult, train_jobs
 from palestra.engine.training.peft_format import load_adapter, save_adapter
@@ -99,7 +99,7 @@ def test_joint_training_of_adapters_equals_separate_training(
     engine: Engine, pack_tokens: int, grouped_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By products of all adapters together, and with 0 rows grouped by those of each alone."""
-    monkeypatch.setattr(multi_adapter, "MAX_GROUPED_ROWS", grouped_rows)
+    monkeypatch.setattr(routes, "MAX_GROUPED_ROWS", grouped_rows)
     loss = build_loss("ppo", {})
     together, alone = trainers(engine), trainers(engine)
     outcomes = run(engine, [Job(t, datums(i), loss) for i, t in enumerate(together)], pack_tokens)

@@ -35,7 +35,7 @@ from palestra.text.algorithms.ppo import PPO, critic_input
 from palestra.text.algorithms.presets import TEXT_PRESETS
 from palestra.text.build.build import build
 from palestra.text.config import TextConfig
-from palestra.text.training.trainer import update_learner
+from palestra.text.training.update import update_learner
 
 # a answers with two tokens, b with one, a with one; a's first answer earns 2.5 until its second, which earns 1
 TURNS = (

@@ -17,7 +17,7 @@ from palestra.text.algorithms.grpo import GRPO
 from palestra.text.algorithms.ppo import PPO
 from palestra.text.learners.lm import LanguageLearner, build_weights
 from palestra.text.learners.lm_config import LoraPolicyConfig
-from palestra.text.training.trainer import update_learner
+from palestra.text.training.update import update_learner
 
 
 class Drifted:

@@ -27,7 +27,7 @@ from palestra.runs import read_lines
 from palestra.text.algorithms.ppo import PPO, adapt_kl_coef
 from palestra.text.build.build import build
 from palestra.text.rollouts.tree_rollout import Branching
-from palestra.text.training.trainer import update_learner
+from palestra.text.training.update import update_learner
 from palestra.vector.nets import advantages as vectorised
 
 TALK = (  # a answers with two tokens, b with one, a with one; alpha = 0.5

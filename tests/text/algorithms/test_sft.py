@@ -13,7 +13,7 @@ from palestra.text.algorithms.sft import SFT, new_tokens
 from palestra.text.build.build import build
 from palestra.text.config import TextConfig
 from palestra.text.rollouts.tree_rollout import Branching
-from palestra.text.training.trainer import update_learner
+from palestra.text.training.update import update_learner
 
 
 def ids(*numbers):

@@ -13,7 +13,7 @@ from palestra.runs.episodes import load_episodes
 from palestra.runs.loop import restore_checkpoint, run_training
 from palestra.text.build.build import build
 from palestra.text.config import TextConfig
-from palestra.text.training.trainer import update_learner
+from palestra.text.training.update import update_learner
 
 CUT = {"max_tokens": 4, "top_k": 12, "top_p": 0.8, "temperature": 0.9, "stop_at_eos": False}
 KEEP = {**CUT, "keep_sampling_mask": True}

@@ -24,7 +24,7 @@ from palestra.text.policies.context import DROPPED_RESULT, ContextConfig, drop_o
 from palestra.text.policies.lm import LanguagePolicy
 from palestra.text.rollouts.metrics import CONTEXT_FULL_KEY, answers_of
 from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
-from palestra.text.training.trainer import update_learner
+from palestra.text.training.update import update_learner
 
 ANSWER_TOKENS = 8
 

@@ -69,6 +69,9 @@ class CountingLearner:
     def batches(self, samples):
         return [list(samples)]
 
+    def passes(self, samples, loss, **options):
+        return None
+
     async def forward_backward(self, samples, loss, **options):
         await (self.during(self.version) if self.during else asyncio.sleep(0))
         return {}
@@ -458,8 +461,6 @@ def test_remote_training_does_not_block_the_event_loop():
     import threading
 
     class Elsewhere:
-        is_local = False
-
         def forward_backward(self, samples, loss, **options):
             assert moved.wait(30)
             return {"loss": 1.0}
