@@ -70,6 +70,8 @@ class TrainPass:
         weights = self.weights
         if weights.adapter is None or self.dropout is not None or weights.group.world_size > 1:
             return False
+        if weights.engine.sharded_params:
+            return False
         if any(sample.routed_experts is not None for sample in self.pack.samples):
             return False
         return weights.engine.device.type != "cpu" or self.num_tokens <= MAX_GROUPED_ROWS
