@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from palestra.core.failures import RunFailed, check_failures
 from palestra.core.sample_weights import WeightedMeans, batch_denominator, trained_weight
 from palestra.core.seeding import derive_seed
 from palestra.core.tracing import span
-from palestra.core.types import TEAM, AlgorithmState, Episode, Metrics, Sample, Seat
+from palestra.core.types import TEAM, AlgorithmState, Episode, Metrics, Seat
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.runs import Checkpoint
 from palestra.runs.eval_files import MAX_EVAL_EPISODES
@@ -36,53 +36,12 @@ from palestra.text.rollouts.sample_metrics import sample_metrics
 from palestra.text.rollouts.sources import STAGE_START_KEY, EpisodeSource
 from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
+if TYPE_CHECKING:
+    from palestra.text.algorithms.base import TextAlgorithm  # loads torch
+
 T = TypeVar("T")
 
 STATE_FILE = "algorithm_state.json"  # file in a checkpoint: state that algorithms and curricula keep between steps
-
-
-class Algorithm(Protocol):
-    """Credit assignment and a loss function."""
-
-    @property
-    def branching(self) -> Branching:
-        """The branching of episode trees."""
-        ...
-
-    @property
-    def max_redraws(self) -> int:
-        """Largest number of instances played in place of an episode without signal."""
-        ...
-
-    def has_signal(self, episode: Episode) -> bool:
-        """True if an episode is trained on, and not replaced by one on another instance."""
-        ...
-
-    @property
-    def loss(self) -> Callable[..., Any]:
-        """The loss function (losses/)."""
-        ...
-
-    @property
-    def loss_options(self) -> dict[str, Any]:
-        """Keyword arguments of the loss."""
-        ...
-
-    async def token_scores(self, episodes: Sequence[Episode], learner: Learner) -> Mapping[int, Any]:
-        """Returns what `build_samples` needs of the weights in training, if anything: its argument `scores`."""
-        ...
-
-    def build_samples(
-        self, episodes: Sequence[Episode], policy: str, state: AlgorithmState | None = None
-    ) -> tuple[list[Sample], Metrics]:
-        """Returns the samples that `policy` is trained on, and metrics. Reads only the episodes."""
-        ...
-
-    async def finalize_samples(
-        self, samples: list[Sample], learner: Learner, state: AlgorithmState
-    ) -> tuple[list[Sample], Metrics]:
-        """Returns the samples completed with what `learner` computes, such as values, and metrics."""
-        ...
 
 
 @dataclass(kw_only=True)
@@ -114,7 +73,7 @@ class Stage:
     """
 
     source: EpisodeSource
-    algorithm: Algorithm
+    algorithm: TextAlgorithm
     steps: int
     episodes: int
     name: str = ""
@@ -383,7 +342,7 @@ class TextTrainer:
 
 
 async def update_learner(
-    algorithm: Algorithm,
+    algorithm: TextAlgorithm,
     learner: Learner,
     episodes: Sequence[Episode],
     progress: float,
