@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -184,17 +185,10 @@ class LanguagePolicy:
     def with_sampling(self, changes: dict[str, Any]) -> LanguagePolicy:
         """Returns this policy with some sampling parameters changed, for example for evaluation. Raises a validation
         error (a ValueError) if they are invalid."""
-        sampling = SamplingConfig.model_validate(self.sampling.model_dump() | changes)
-        return LanguagePolicy(
-            self.name,
-            self.sampler,
-            self.encoder,
-            sampling,
-            self.adapter,
-            system=self.system,
-            history=self.history,
-            context=self.context,
-        )
+        changed = copy.copy(self)
+        changed.sampling = SamplingConfig.model_validate(self.sampling.model_dump() | changes)
+        changed._prefixes = {}
+        return changed
 
     async def _fitting_prompt(self, query: Query) -> np.ndarray:
         """Returns the prompt's token ids [P] int32. A conversation with more than `context.max_tokens` tokens is

@@ -13,7 +13,7 @@ from palestra.text.policies.lm import SamplerProtocol
 from palestra.text.samplers.adapter_store import AdapterStore
 from palestra.text.samplers.config import SamplerProcessesConfig, SamplerServersConfig
 from palestra.text.samplers.logprob_check import SampledPolicy, check_logprobs
-from palestra.text.samplers.processes import SamplerProcess, SamplerProcesses
+from palestra.text.samplers.processes import SamplerProcesses
 from palestra.text.samplers.vllm import RequestTimeouts, SamplerServer, VllmSampler
 
 
@@ -89,13 +89,10 @@ class PendingSampler:
 
     def _servers(self) -> tuple[list[SamplerServer], str | None]:
         if self.processes:
-            return [_server(child) for child in self.processes.children], self.processes.key
+            made = [SamplerServer(child.wait_url(), restart=child.wait_url) for child in self.processes.children]
+            return made, self.processes.key
         assert isinstance(self.config, SamplerServersConfig)
         return [SamplerServer(url, self.config.model) for url in self.config.urls], _key(self.config.key_env)
-
-
-def _server(child: SamplerProcess) -> SamplerServer:
-    return SamplerServer(child.wait_url(), restart=child.wait_url)
 
 
 def _key(key_env: str | None) -> str | None:
