@@ -9,12 +9,12 @@ Shapes: `S` tokens of a forest, `M` trained tokens, `H` width of the model, `V` 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +30,7 @@ from palestra.core.optimizers import AdamW, OptimizedPolicy, OptimizerConfig
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, Sample
 from palestra.engine.bases.fsdp import is_sharded, local_shard
-from palestra.engine.bases.model import Engine
+from palestra.engine.bases.model import Engine, replaced_data
 from palestra.engine.lora.adapters import Adapter, Snapshot
 from palestra.engine.lora.variants import Dropout
 from palestra.engine.training.checkpoints import load_training_state, load_weights, save_training_state, save_weights
@@ -444,17 +444,9 @@ class ReferenceWeights:
         self._store([parameter.detach() for parameter in self.parameters])
         self.is_base = False
 
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Context in which the model has the frozen weights."""
-        own = [parameter.data for parameter in self.parameters]
-        for parameter, tensor in zip(self.parameters, self._load(), strict=True):
-            parameter.data = tensor
-        try:
-            yield
-        finally:
-            for parameter, tensor in zip(self.parameters, own, strict=True):
-                parameter.data = tensor
+    def in_place(self) -> AbstractContextManager[None]:
+        """Returns a context in which the model has the frozen weights."""
+        return replaced_data(self.parameters, self._load())
 
     def save(self, path: Path) -> None:
         """Writes the frozen weights to `path`."""
