@@ -140,7 +140,7 @@ class PopulationRuns(RunKind):
         return done
 
 
-def run_kind(tree: Tree) -> RunKind[Any, Any]:
+def run_kind(tree: Tree) -> RunKind:
     """Returns the kind of run that a config describes, from its population or env.
 
     Raises ValueError under torchrun for kinds that start processes themselves.

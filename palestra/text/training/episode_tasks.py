@@ -238,8 +238,8 @@ class DistributedEval(TextEval):
         task = EvalTask("", evaluation=self.name, seed=seed)
         pending = PendingEpisodes(self.dispatcher, versions, task, self.slice_size)
         episodes = [pending.add(number, on_episode) for number in self.numbers]
-        _, *played = await asyncio.gather(pending.play(), *episodes)
-        return played
+        await asyncio.gather(pending.play(), *episodes)
+        return [episode.result() for episode in episodes]
 
 
 def split_into_slices(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
