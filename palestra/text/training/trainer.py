@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from palestra.core.failures import RunFailed, check_failures
 from palestra.core.sample_weights import WeightedMeans, batch_denominator, trained_weight
@@ -132,10 +132,13 @@ class TextTrainer:
 
     `algorithm_state` is the state that algorithms (by policy) and sources keep between steps. `worker_metrics` returns
     metrics of remote workers since the last call, for the timings. The run ends with an error if more than the share
-    `max_failed` of the episodes of a step or an evaluation failed. `worker_context` is a context that is open during
+    `max_failed` of the episodes of a step or an evaluation failed. `worker_context` makes a context that is open during
     training and holds other processes that play or train. `learners_are_remote`: learners run in other processes and
     are updated concurrently. `notes` are lines for the user about how the models run.
     """
+
+    log_every: ClassVar[int] = 1
+    can_save_any_time: ClassVar[bool] = True  # saving changes nothing
 
     stages: Sequence[Stage]
     learners: Mapping[str, Learner]
@@ -147,7 +150,7 @@ class TextTrainer:
     max_failed: float = 0.5
     algorithm_state: AlgorithmState = field(default_factory=dict)
     worker_metrics: Callable[[], Metrics] = dict
-    worker_context: AbstractContextManager[object] = field(default_factory=nullcontext)
+    worker_context: Callable[[], AbstractContextManager[None]] = nullcontext
     learners_are_remote: bool = False
     ranks: ProcessGroup = SINGLE_PROCESS
     notes: Sequence[str] = ()
@@ -167,20 +170,10 @@ class TextTrainer:
         """Number of training steps over all stages."""
         return sum(stage.steps for stage in self.stages)
 
-    @property
-    def log_every(self) -> int:
-        """1: every step is logged."""
-        return 1
-
-    @property
-    def can_save_any_time(self) -> bool:
-        """True: saving changes nothing."""
-        return True
-
     @contextmanager
     def open(self, run: RunProtocol, callback: Callback) -> Iterator[None]:
         """Context with an event loop and the processes of `worker_context`."""
-        with self.worker_context, asyncio.Runner() as self.event_loop:
+        with self.worker_context(), asyncio.Runner() as self.event_loop:
             self.run = run
             self.callback = callback
             if 0 < run.next_step < self.steps:
