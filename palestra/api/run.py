@@ -31,7 +31,7 @@ class LaunchRequest:
     `root`). `stored`, if given, becomes the config of the resumed run. With `exact_name` a new run has exactly
     `name`, or is refused."""
 
-    kind: RunKind[Any, Any]
+    kind: RunKind
     config: Any
     tree: Tree
     resume: Path | None = None
@@ -51,7 +51,7 @@ class OpenRun(NamedTuple):
     """A run that is open for training. `train(callbacks)` trains the remaining steps; it returns False if it was
     stopped early."""
 
-    kind: RunKind[Any, Any]
+    kind: RunKind
     run: Any
     train: Callable[..., bool]
 
@@ -182,7 +182,7 @@ def place_tree(tree: Tree, places: Sequence[str], mirror: str | None = None) -> 
     return override(tree, places)
 
 
-def validate_config(kind: RunKind[Any, Any], tree: Tree) -> Any:
+def validate_config(kind: RunKind, tree: Tree) -> Any:
     """Returns the validated config. Raises ValueError for mistakes, with one line for a config that was written for the
     other kind of env."""
     try:

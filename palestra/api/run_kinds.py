@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from palestra.api.console import console, print_line, styled_text
 from palestra.api.extend import complete_message
@@ -22,7 +22,6 @@ from palestra.parallel.tasks import TaskResult
 from palestra.populations.scheduler import PlanCallback
 from palestra.runs import Run
 from palestra.runs.checkpoints import TASKS_FILE
-from palestra.runs.config import RunConfig
 from palestra.runs.loop import Callback, Trainer, restore_checkpoint, run_training
 from palestra.runs.null_run import NullRun, run_on_rank_zero
 
@@ -33,44 +32,40 @@ if TYPE_CHECKING:
     from palestra.vector.config import VectorConfig
     from palestra.vector.trainer import VectorTrainer
 
-Config = TypeVar("Config", bound=RunConfig)
-Setup = TypeVar("Setup")
 
-
-class RunKind(Protocol[Config, Setup]):
+class RunKind:
     """A kind of run: `config_type` is its config, from which it builds the parts of a run, its setup."""
 
-    @property
-    def name(self) -> Literal["text", "vector", "population"]:
-        """Name of the kind."""
+    name: Literal["text", "vector", "population"]
+    config_type: Any
+    """Model of the config."""
 
-    @property
-    def config_type(self) -> type[Config]:
-        """Model of the config."""
-
-    def check(self, config: Config) -> None:
+    def check(self, config: Any) -> None:
         """Raises ValueError if the parts of the config do not fit together. Starts no process."""
+        self.build(config)
 
-    def build(self, config: Config) -> Setup:
+    def build(self, config: Any) -> Any:
         """Returns the parts of the run. Raises ValueError if they do not fit together."""
+        raise NotImplementedError
 
-    def open(self, setup: Setup, open_run: Callable[[], Run]) -> AbstractContextManager[Run | NullRun]:
+    def open(self, setup: Any, open_run: Callable[[], Run]) -> AbstractContextManager[Run | NullRun]:
         """Context with this process's view of the run that `open_run` opens."""
+        return open_run()
 
-    def execute(self, setup: Setup, run: Any, config: Config, callbacks: Sequence[Callback] = ()) -> bool:
+    def execute(self, setup: Any, run: Any, config: Any, callbacks: Sequence[Callback] = ()) -> bool:
         """Trains the remaining steps with a progress bar. Returns False if the run was stopped early."""
+        return train_with_progress(setup, run, config, callbacks)
 
 
-class TextRuns:
+class TextRuns(RunKind):
     """Runs of language agents, also under torchrun."""
 
-    name: Literal["text"] = "text"
+    name = "text"
 
-    @property
-    def config_type(self) -> type[TextConfig]:
+    def __init__(self) -> None:
         from palestra.text.config import TextConfig
 
-        return TextConfig
+        self.config_type = TextConfig
 
     def check(self, config: TextConfig) -> None:
         from palestra.text.build.build import build
@@ -91,20 +86,16 @@ class TextRuns:
     def open(self, setup: TextTrainer, open_run: Callable[[], Run]) -> AbstractContextManager[Run | NullRun]:
         return run_on_rank_zero(setup.ranks, open_run)
 
-    def execute(self, setup: TextTrainer, run: Any, config: TextConfig, callbacks: Sequence[Callback] = ()) -> bool:
-        return train_with_progress(setup, run, config, callbacks)
 
-
-class VectorRuns:
+class VectorRuns(RunKind):
     """Runs of networks; their other processes start in `build`."""
 
-    name: Literal["vector"] = "vector"
+    name = "vector"
 
-    @property
-    def config_type(self) -> type[VectorConfig]:
+    def __init__(self) -> None:
         from palestra.vector.config import VectorConfig
 
-        return VectorConfig
+        self.config_type = VectorConfig
 
     def check(self, config: VectorConfig) -> None:
         from palestra.vector.build.build import check_vector_run
@@ -116,31 +107,19 @@ class VectorRuns:
 
         return build_vector_run(config)
 
-    def open(self, setup: VectorTrainer, open_run: Callable[[], Run]) -> AbstractContextManager[Run | NullRun]:
-        return open_run()
 
-    def execute(self, setup: VectorTrainer, run: Any, config: VectorConfig, callbacks: Sequence[Callback] = ()) -> bool:
-        return train_with_progress(setup, run, config, callbacks)
-
-
-class PopulationRuns:
+class PopulationRuns(RunKind):
     """Runs of populations, whose members are networks or language agents."""
 
-    name: Literal["population"] = "population"
+    name = "population"
 
     def __init__(self, config_type: type[PopulationConfig]) -> None:
         self.config_type = config_type
-
-    def check(self, config: PopulationConfig) -> None:
-        self.build(config)
 
     def build(self, config: PopulationConfig) -> PopulationSetup:
         from palestra.populations.build.build import build_population
 
         return build_population(config)
-
-    def open(self, setup: PopulationSetup, open_run: Callable[[], Run]) -> AbstractContextManager[Run | NullRun]:
-        return open_run()
 
     def execute(
         self, setup: PopulationSetup, run: Any, config: PopulationConfig, callbacks: Sequence[Callback] = ()
@@ -161,7 +140,7 @@ class PopulationRuns:
         return done
 
 
-def run_kind(tree: Tree) -> RunKind[Any, Any]:
+def run_kind(tree: Tree) -> RunKind:
     """Returns the kind of run that a config describes, from its population or env.
 
     Raises ValueError under torchrun for kinds that start processes themselves.

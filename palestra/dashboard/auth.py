@@ -73,7 +73,7 @@ class TokenMiddleware:
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         token = dict(query).get("token")
         if token is not None and self._right(_hash(token)):
-            address = _local(scope["path"])
+            address = "/" + scope["path"].lstrip("/\\")  # `//host` would redirect to another server
             if rest := urlencode([(key, value) for key, value in query if key != "token"]):
                 address += f"?{rest}"
             response = RedirectResponse(address, 303)
@@ -109,11 +109,6 @@ def _cookie(header: str, name: str) -> str:
     except CookieError:
         return ""
     return morsel.value if morsel else ""
-
-
-def _local(path: str) -> str:
-    """Returns the path with one leading slash: `//host` would redirect to another server."""
-    return "/" + path.lstrip("/\\")
 
 
 def _with_security_headers(send: Send) -> Send:

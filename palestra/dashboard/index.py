@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -112,7 +113,7 @@ class EpisodeIndex:
         stale = [step for step, stamp in self._known.items() if now.get(step) != stamp]
         table = self._table
         if stale:
-            table = drop_steps(table, stale)
+            table = table.filter(pc.invert(pc.is_in(table["step"], value_set=pa.array(stale, pa.int32()))))
         with self._lock:
             self._seen = changed if late else -1
             for step in stale:
@@ -187,32 +188,19 @@ class EpisodeIndex:
                     self.cache = None  # full or read-only disk: continue without a cache
 
 
-def drop_steps(table: pa.Table, steps: list[int]) -> pa.Table:
-    """Returns the rows of `table` that are of none of these steps."""
-    return table.filter(pc.invert(pc.is_in(table["step"], value_set=pa.array(steps, pa.int32()))))
-
-
 def file_versions(folder: Path) -> dict[int, int]:
     """Returns step -> version (a number that changes when the file does) of the episode files in a folder."""
     if not folder.is_dir():
         return {}
+    versions = {}
     with os.scandir(folder) as entries:
-        files = ((_step(entry.name), entry) for entry in entries if entry.is_file(follow_symlinks=False))
-        return {step: version for step, file in files if step >= 0 and (version := _version(file)) is not None}
-
-
-def _step(name: str) -> int:
-    match = FILE_NAME.fullmatch(name)
-    return -1 if match is None else int(match[1])
-
-
-def _version(file: os.DirEntry[str]) -> int | None:
-    """Returns None for a file that was just removed."""
-    try:
-        stat = file.stat()
-    except FileNotFoundError:
-        return None
-    return stat.st_mtime_ns ^ stat.st_size << 1
+        for entry in entries:
+            name = FILE_NAME.fullmatch(entry.name)
+            if name and entry.is_file(follow_symlinks=False):
+                with suppress(FileNotFoundError):  # just removed
+                    stat = entry.stat()
+                    versions[int(name[1])] = stat.st_mtime_ns ^ stat.st_size << 1
+    return versions
 
 
 def merge_sorted(tables: Sequence[pa.Table]) -> pa.Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -60,13 +61,14 @@ def payoff_view(record: PopulationRecord, last: int) -> dict[str, Any] | None:
     rows, columns = (table.members[seat] for seat in table.seats)
     rows = rows[-last:]
     columns = columns[-last:]
+    games = [int(table.cell(pair).games) for pair in product(rows, columns)]
     return {
         "seats": table.seats,
         "of": [len(table.members[seat]) for seat in table.seats],
         "rows": rows,
         "columns": columns,
         "mean": list(map(json_numbers, cross_play(table, rows, columns))),
-        "games": [_games_of(table, row, columns) for row in rows],
+        "games": np.reshape(games, (len(rows), len(columns))).tolist(),
     }
 
 
@@ -104,10 +106,6 @@ def mixture_view(player: str, rows: Sequence[dict[str, float]], last: int) -> di
     likely = set(sorted(total, key=lambda name: -total[name])[:last])
     names = [name for name in total if name in likely]
     return {"player": player, "names": names, "shares": [[row.get(name, 0.0) for name in names] for row in rows]}
-
-
-def _games_of(table: PayoffTable, row: str, columns: Sequence[str]) -> list[int]:
-    return [int(table.cell((row, column)).games) for column in columns]
 
 
 def rating_view(record: PopulationRecord) -> dict[str, Any]:

@@ -126,21 +126,16 @@ def headline(evals: Mapping[str, Mapping[str, Any]], team: Mapping[str, Any]) ->
     return f"{name} {format_eval(evals[name])}" if name else ""
 
 
-def metric_alarms(run: CatalogRun) -> list[Alarm]:
-    """Returns the alarms that the metrics of an open, refreshed run raise, without the alarms of a population's
-    games."""
-    if run.file("tasks.jsonl").exists():
-        return []
-    policies = {name: metric_columns(run.metrics, name) for name in run.metrics.names() if name != TEAM}
-    evals = {name: metric_columns(run.evals, name) for name in run.evals.names()}
-    return find_alarms(policies, metric_columns(run.metrics, TEAM), evals)
-
-
 def run_alarms(run: CatalogRun) -> list[Alarm]:
     """Returns the alarms of an open run whose metrics and evals are refreshed: its mirror's alarm, then those of its
-    metrics."""
+    metrics, but for a population's, which is judged by its games."""
     run.file(STATUS_FILE)
-    return mirror_alarms(mirror_status(run.path)) + metric_alarms(run)
+    alarms = mirror_alarms(mirror_status(run.path))
+    if run.file("tasks.jsonl").exists():
+        return alarms
+    policies = {name: metric_columns(run.metrics, name) for name in run.metrics.names() if name != TEAM}
+    evals = {name: metric_columns(run.evals, name) for name in run.evals.names()}
+    return alarms + find_alarms(policies, metric_columns(run.metrics, TEAM), evals)
 
 
 def metric_columns(log: MetricLog, name: str) -> dict[str, Any]:
@@ -158,8 +153,7 @@ def eval_summary(result: Mapping[str, Any]) -> Tree:
     if "return" not in return_keys(result):
         summary.pop("return", None)
     if rates and "success" not in rates:
-        summary = {key: value for key, value in summary.items() if key not in ("return", "returns")}
-        summary["successes"] = rates
+        summary = leave_out(summary, "return", "returns") | {"successes": rates}
     return summary | {"interval": eval_interval(result)}
 
 
@@ -280,7 +274,7 @@ def system_status(run: CatalogRun) -> dict[str, Any]:
         "machine": machine_info(),
         "workers": worker_rows(run.workers),
         "queues": queue_metrics(run),
-        "timings": {name: _seconds(line) for name, line in run.timings.last_by_name().items()},
+        "timings": {name: leave_out(line, "policy") for name, line in run.timings.last_by_name().items()},
         "phases": phase_keys(run.timings),
         "failures": failure_counts(table),
         "unread": missing,
@@ -291,13 +285,14 @@ def system_status(run: CatalogRun) -> dict[str, Any]:
             if log.num_unparsed
         },
         "disk": disk_usage(run.path),
-        "meta": {key: value for key, value in run.meta.items() if key not in ("command", "config", "changed")},
+        "meta": leave_out(run.meta, "command", "config", "changed"),
         "command": [hide_credentials(str(word)) for word in run.meta.get("command") or []],
     }
 
 
-def _seconds(line: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in line.items() if key != "policy"}
+def leave_out(line: Mapping[str, Any], *keys: str) -> Tree:
+    """Returns a line without these keys."""
+    return {key: value for key, value in line.items() if key not in keys}
 
 
 def queue_metrics(run: CatalogRun) -> dict[str, float]:

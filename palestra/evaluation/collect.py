@@ -31,7 +31,9 @@ class EpisodeFilter:
 
     def passes(self, episode: Episode) -> bool:
         """Returns True if the episode has a trajectory that was not lost, and meets the filter."""
-        if episode.error is not None or not episode.leaves() or (self.successes and not _has_success(episode)):
+        if episode.error is not None or not episode.leaves():
+            return False
+        if self.successes and not (episode.success or any(episode.seat_success.values())):
             return False
         return self.min_return is None or episode_return(episode) >= self.min_return
 
@@ -67,7 +69,3 @@ async def collect_episodes(
         check_not_all_failed(all_played, "collect")
     names = {seat: policy.name for seat, policy in team.items()}
     return names, {**episode_metrics(all_played), **seat_returns(all_played), "kept": num_kept}
-
-
-def _has_success(episode: Episode) -> bool:
-    return bool(episode.success or any(episode.seat_success.values()))

@@ -19,12 +19,11 @@ from pathlib import Path
 
 from palestra.core.failures import ErrorText, describe_error
 from palestra.core.tracing import export_wait_s, stop_tracing
-from palestra.parallel.processes import PipeProcess, exit_with_parent, leave_signals_to_parent
+from palestra.parallel.processes import PipeProcess, exit_with_parent, leave_signals_to_parent, pickle_factory
 from palestra.parallel.task_queue import (
     MAX_ATTEMPTS,
     MemberFolders,
     TaskQueue,
-    pickling_error,
     run_or_fault,
     task_error,
     worker_start_error,
@@ -85,7 +84,7 @@ class LocalBackend:
             raise ValueError(f"workers is {workers}: at least one is needed to do the tasks")
         self.workers = workers
         self._scratch = tempfile.mkdtemp(prefix="palestra-")
-        self._job = (_pickle_factory(make_worker), threads, self._scratch)
+        self._job = (pickle_factory(make_worker, "a worker"), threads, self._scratch)
         self._waiting = TaskQueue()
         self._members = MemberFolders()
         self._stillborn = 0  # workers in a row that died before they were ready
@@ -179,10 +178,3 @@ def _release(pool: list[_Process], scratch: str) -> None:
         process.stop(end - time.monotonic())
     pool.clear()
     shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _pickle_factory(make: WorkerFactory) -> bytes:
-    try:
-        return pickle.dumps(make)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise pickling_error(error) from error

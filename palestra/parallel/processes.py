@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import threading
@@ -120,6 +121,20 @@ class PipeProcess:
     def exit_reason(self) -> str:
         """Returns how the process ended, for messages; see `exit_reason`."""
         return exit_reason(self.process.exitcode)
+
+
+def pickle_factory(make: Callable[[], object], what: str) -> bytes:
+    """Returns a function pickled that makes `what` in another process. Raises ValueError if it cannot be pickled."""
+    try:
+        return pickle.dumps(make)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise pickling_error(error, what) from error
+
+
+def pickling_error(error: Exception, what: str) -> ValueError:
+    """Returns the error for a function that makes `what` and cannot be pickled."""
+    fix = "use a function of a module, or functools.partial of one"
+    return ValueError(f"what makes {what} cannot be sent to another process ({error}): {fix}")
 
 
 def join_or_kill(process: BaseProcess, timeout_s: float) -> bool:

@@ -75,12 +75,6 @@ def worker_start_error(fault: ErrorText) -> RunFailed:
     return RunFailed.from_traceback(f"a worker cannot be made: {fault.message}", fault.traceback)
 
 
-def pickling_error(error: Exception) -> ValueError:
-    """Returns the error for a worker factory that cannot be pickled."""
-    fix = "use a function of a module, or functools.partial of one"
-    return ValueError(f"what makes a worker cannot be sent to another process ({error}): {fix}")
-
-
 def run_timed(
     worker: TaskWorker, task: Task, members: Mapping[str, Path], out: Path | None, trace: TraceContext | None = None
 ) -> tuple[Result, float]:

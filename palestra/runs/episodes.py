@@ -121,15 +121,15 @@ def load_episodes(path: str | Path) -> list[Episode]:
 
 
 def _rows(episode: Episode) -> Iterator[dict[str, Any]]:
-    seats = _json(episode.seats)
-    head: dict[str, Any] = {"env": episode.env, "seed": episode.seed, "seats": seats}
+    head: dict[str, Any] = {"env": episode.env, "seed": episode.seed, "seats": _json(episode.seats)}
     head |= {"error": episode.error, "traceback": episode.traceback, "picture": episode.picture or None}
     if not episode.nodes:
         yield head
     draws = _draws(episode)
     for node in episode.nodes:
         own = head | _node_row(node)
-        for row in [_seat_row(node, seat, episode.seats) for seat in _seats(node)] or [{}]:
+        seats = node.observations | node.answers | node.rewards | node.advantages
+        for row in [_seat_row(node, seat, episode.seats) for seat in seats] or [{}]:
             yield own | row | {"draw": draws.get((node.id, row.get("seat")))}
 
 
@@ -143,10 +143,6 @@ def _draws(episode: Episode) -> dict[tuple[int, Seat | None], int]:
             own = seen.setdefault((node.parent, seat), {})
             found[node.id, seat] = own.setdefault(id(answer), len(own))
     return found
-
-
-def _seats(node: Node) -> list[Seat]:
-    return list(node.observations | node.answers | node.rewards | node.advantages)
 
 
 def _node_row(node: Node) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def training_success_label(config: Tree) -> str:
     algorithm is not in its config: its label notes that the rate may be of a search."""
     if size := _search_size(config):
         return f"search success (best of {size})"
-    if _is_of_own_algorithm(config):
+    if any(":" in str(algorithm.get("type")) and "branch_at" not in algorithm for algorithm in _algorithms(config)):
         return "training success (may be of a search)"
     return "training success"
 
@@ -49,10 +49,6 @@ def _search_size(config: Tree) -> int:
         if algorithm.get("branch_at") == "turn" and algorithm.get("continue_from") in SEARCH_KEEPS
     ]
     return max((int(algorithm.get("group_size", 0)) for algorithm in searches), default=0)
-
-
-def _is_of_own_algorithm(config: Tree) -> bool:
-    return any(":" in str(algorithm.get("type")) and "branch_at" not in algorithm for algorithm in _algorithms(config))
 
 
 def _algorithms(config: Tree) -> list[Tree]:

@@ -314,7 +314,7 @@ class Run:
         check_config(self.path)
         newest, skipped = find_newest_intact(self.path)
         evals = self.path / "evals.jsonl"
-        for line in read_lines(evals) if evals.exists() else []:
+        for line in read_lines(evals):
             if newest:
                 _step_of(evals, line)
         return newest, skipped

@@ -186,13 +186,9 @@ class ResourceMeter:
         found: Metrics = {}
         if wall_s > 0:
             found["cpu_percent"] = 100 * cpu_s / wall_s
-        return found | _resident_memory() | _gpu_memory()
-
-
-def _resident_memory() -> Metrics:
-    if (resident := resident_memory()) is None:
-        return {}
-    return {"rss_gib": resident / GIB}
+        if (resident := resident_memory()) is not None:
+            found["rss_gib"] = resident / GIB
+        return found | _gpu_memory()
 
 
 def _gpu_memory() -> Metrics:

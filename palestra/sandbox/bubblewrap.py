@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import chain
@@ -26,6 +25,7 @@ from palestra.sandbox.program import (
     environment,
     interpreter_command,
     readable_paths,
+    start_program,
 )
 from palestra.sandbox.seccomp import seccomp_filter
 
@@ -55,25 +55,14 @@ def start(request: RunRequest, folder: Path, *, mounts: bool) -> tuple[RunningPr
     user = FIRST_RUN_UID + os.getpid() if _is_admin() else 0
     if user:
         workdir.change_owner(folder, user)
-    process = subprocess.Popen(
+    program = start_program(
         [*_wrap(folder, bool(user)), *interpreter_command()],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        bufsize=0,
+        WORKDIR,
+        lambda code: 128 - code if code > 128 else code,  # bwrap returns 128 + n if signal n ended the program
+        num_backend_processes=2,
         env={"PATH": os.environ.get("PATH", os.defpath)},
     )
-    assert process.stdin and process.stdout and process.stderr
-
-    def end() -> int:
-        process.kill()
-        code = process.wait()
-        return 128 - code if code > 128 else code  # bwrap returns 128 + n if signal n ended the program
-
     tasks = request.limits.processes + (not user)  # bwrap's init process counts in the user namespace
-    program = RunningProgram(
-        process.pid, process.stdin, process.stdout, process.stderr, end, WORKDIR, num_backend_processes=2
-    )
     return program, boot_message(request, seccomp_filter(mounts=mounts), user=user, tasks=tasks)
 
 

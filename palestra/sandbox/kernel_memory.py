@@ -41,7 +41,8 @@ def measure_held_resources(processes: Iterable[ProcessInfo]) -> HeldResources:
     texts = [_mappings(process) for process in processes]
     unnamed = {one.st_ino: one for one in open_files.values() if stat.S_ISREG(one.st_mode) and one.st_nlink == 0}
     lines = chain.from_iterable(text.split(b"\n") for text in texts if DELETED in text)
-    mapped = {int(line.split()[4]) for line in lines if _is_gone(line)}
+    gone = [line.split() for line in lines if line.endswith(DELETED.rstrip())]
+    mapped = {int(fields[4]) for fields in gone if len(fields) > 5}
     return HeldResources(
         kernel_bytes=sum(map(_buffer, open_files.values())) + MAPPING_BYTES * sum(map(_count, texts)),
         unnamed_file_bytes=sum(one.st_blocks * 512 for one in unnamed.values()),
@@ -82,7 +83,3 @@ def _mappings(process: ProcessInfo) -> bytes:
 
 def _count(text: bytes) -> int:
     return text.count(b"\n") if len(text) < MAX_MAPS_BYTES else MAX_MAPPINGS
-
-
-def _is_gone(line: bytes) -> bool:
-    return line.endswith(DELETED.rstrip()) and len(line.split()) > 5

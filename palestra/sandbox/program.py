@@ -6,13 +6,14 @@ import marshal
 import math
 import os
 import resource
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from palestra.sandbox.base import RunRequest
 
@@ -57,6 +58,28 @@ class RunningProgram:
     stop: Callable[[], int]
     folder: str
     num_backend_processes: int = 0
+
+
+def start_program(
+    command: Sequence[str],
+    folder: str,
+    exit_code: Callable[[int], int] = lambda code: code,
+    *,
+    num_backend_processes: int = 0,
+    **options: Any,
+) -> RunningProgram:
+    """Starts a command with pipes to its standard streams and with `options` of `subprocess.Popen`. `exit_code` returns
+    the program's exit code from the command's. For the other arguments see `RunningProgram`."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, **options)
+    assert process.stdin and process.stdout and process.stderr
+
+    def end() -> int:
+        process.kill()
+        return exit_code(process.wait())
+
+    pipes = (process.stdin, process.stdout, process.stderr)
+    return RunningProgram(process.pid, *pipes, end, folder, num_backend_processes)
 
 
 def interpreter_command() -> list[str]:

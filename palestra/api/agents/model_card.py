@@ -16,7 +16,15 @@ from palestra.core.config import Tree, hide_credentials, load
 from palestra.core.config.shipped import SHIPPED_BASES_DIR
 from palestra.core.files import read_bytes, read_lines
 from palestra.engine.bases.packaged_bases import PACKAGED_BASES
-from palestra.runs.headline import algorithm_label, format_return, paid_seats, return_keys, success_keys, total_steps
+from palestra.runs.headline import (
+    algorithm_label,
+    format_return,
+    format_seat_return,
+    paid_seats,
+    return_keys,
+    success_keys,
+    total_steps,
+)
 from palestra.runs.series import group_lines, success_interval, valid_instances
 from palestra.runs.settings import read_meta
 
@@ -136,23 +144,13 @@ def _row(name: str, lines: list[Tree]) -> list[str]:
     ]
     if "return" in return_keys(last):
         columns.append(("return", format_return))
-    columns += [(f"return of {seat}", partial(_own, seat)) for seat in paid_seats(last)]
+    columns += [(f"return of {seat}", partial(format_seat_return, seat=seat)) for seat in paid_seats(last)]
     rows = []
     for key, format_value in columns:
         first = format_value(lines[0]) if lines[0]["step"] < 0 else "-"
         cells = [_cell(name), f"{valid_instances(last):.0f}", _cell(key), first, format_value(last)]
         rows.append(f"| {' | '.join(cells)} |")
     return rows
-
-
-def _own(seat: str, line: Tree) -> str:
-    value = line["returns"].get(seat)
-    half = line.get("returns_ci95", {}).get(seat)
-    if value is None:
-        return "-"
-    if half is None:
-        return f"{value:.2f}"
-    return f"{value:.2f} ± {half:.2f}"
 
 
 def _cell(text: str) -> str:

@@ -106,10 +106,7 @@ def finished_cells(root: Path) -> set[str]:
 
 def _statuses(root: Path) -> dict[str, str]:
     """Returns the last status of each cell that ended."""
-    path = root / CELLS_FILE
-    if not path.exists():
-        return {}
-    return {line["cell"]: line["status"] for line in read_lines(path)}
+    return {line["cell"]: line["status"] for line in read_lines(root / CELLS_FILE)}
 
 
 def run_cells(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal, Protocol
 
@@ -60,16 +61,10 @@ def is_right(product: Product) -> bool:
         return close and bool(curve.abs().max() < MAX_TANH_ERROR)
 
 
-class Packing(Protocol):
-    """A copy of a weight [out, in] in oneDNN's own layout, which only its product reads."""
-
-    def __call__(self, weight: Tensor) -> Tensor: ...
-
-
 @cache
-def onednn_packing() -> Packing | None:
-    """Returns the function that packs weights; None if this machine or this PyTorch has none, or if products with
-    packed weights are wrong."""
+def onednn_packing() -> Callable[[Tensor], Tensor] | None:
+    """Returns the function that copies a weight [out, in] into oneDNN's own layout, which only its product reads; None
+    if this machine or this PyTorch has none, or if products with packed weights are wrong."""
     operator: Any = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
     product = onednn_product()
     if operator is None or product is None:

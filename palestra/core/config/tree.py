@@ -22,6 +22,7 @@ MAX_CONFIG_CHARS = 1_000_000  # characters of a config
 MAX_DEPTH = 64  # levels of nesting
 MAX_VALUES = 20_000  # values, with aliases followed
 ALLOWED_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map"))
+SURROGATE = re.compile("[\\ud800-\\udfff]")  # half of a pair, which is no character
 
 
 def load(path: str | Path) -> Tree:
@@ -159,18 +160,10 @@ def _check_data(value: Any) -> None:
         elif isinstance(part, list):
             waiting += [(inner, depth + 1) for inner in part]
         else:
-            if isinstance(part, str) and not _encodable(part):
+            if isinstance(part, str) and SURROGATE.search(part):
                 raise ValueError(f"{part!a} is not text: it has half of a surrogate pair; write the character itself")
             if isinstance(part, int) and abs(part) >= 2**63:
                 raise ValueError("a whole number does not fit into 64 bits: make it smaller")
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml's where it is built in

@@ -11,7 +11,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
 
 from palestra.core.http.origin_middleware import OriginPolicy
@@ -52,25 +52,19 @@ class RequestRejected(Exception):
         self.status = status
 
 
+@dataclass(eq=False)
 class AdmissionMiddleware:
     """Middleware around `app`. `auth_check` returns the reason for a 401, or None; `error_body` builds the JSON body of
     a rejection."""
 
-    def __init__(
-        self,
-        app: AsgiApp,
-        origins: OriginPolicy,
-        limits: HttpLimits,
-        *,
-        auth_check: AuthCheck = lambda path, headers: None,
-        error_body: ErrorBody = lambda status, reason: {"detail": reason},
-    ) -> None:
-        self.app = app
-        self.origins = origins
-        self.limits = limits
-        self.auth_check = auth_check
-        self.error_body = error_body
-        self.num_requests = self.buffered_bytes = 0
+    app: AsgiApp
+    origins: OriginPolicy
+    limits: HttpLimits
+    _: KW_ONLY
+    auth_check: AuthCheck = lambda path, headers: None
+    error_body: ErrorBody = lambda status, reason: {"detail": reason}
+    num_requests: int = field(default=0, init=False)
+    buffered_bytes: int = field(default=0, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

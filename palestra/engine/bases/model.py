@@ -15,7 +15,7 @@ Shapes: `S` tokens of a flat row, `M` rows whose logits are kept, `V` vocabulary
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -235,7 +235,8 @@ class Engine:
             if self.sharded_params:
                 stack.enter_context(self.sharded_params.gather_weights())
             elif self.autocast_dtype:
-                stack.enter_context(_cast(list(self.model.parameters()), self.autocast_dtype))
+                parameters = list(self.model.parameters())
+                stack.enter_context(replaced_data(parameters, (p.data.to(self.autocast_dtype) for p in parameters)))
             yield
 
     @property
@@ -370,11 +371,11 @@ def describe_base(base: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _cast(parameters: list[nn.Parameter], dtype: torch.dtype) -> Iterator[None]:
-    """Context in which the parameters' data are replaced by copies in `dtype`."""
+def replaced_data(parameters: Sequence[Tensor], tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Context in which the parameters' data are `tensors`."""
     originals = [parameter.data for parameter in parameters]
-    for parameter in parameters:
-        parameter.data = parameter.data.to(dtype)
+    for parameter, tensor in zip(parameters, tensors, strict=True):
+        parameter.data = tensor
     try:
         yield
     finally:

@@ -26,8 +26,8 @@ from palestra.engine.cache.kv_cache import pages_of
 from palestra.engine.cache.kv_pages import PAGE_TOKENS, CacheSlot, PagePool
 from palestra.engine.forward import sdpa
 from palestra.engine.forward.attention_terms import NO_TERMS, AttentionTerms, KeySpan, attention_by_scores, cap_scores
+from palestra.engine.forward.flat_row import groups_to_pad
 
-MAX_PADDING_RATIO = 1.5  # maximum ratio of computed to needed query-key pairs of a part of a prefill
 MIN_SPLIT_PAIRS = 2**22  # parts of a prefill with fewer pairs are always merged, since each part has a fixed cost
 MAX_SKIPPED_RATIO = 3  # decoding gathers the pages that it reads if more than 3 times as many lie between them
 
@@ -150,28 +150,10 @@ class PrefillPart(NamedTuple):
 
 def _similar(slots: Sequence[CacheSlot], asked_N: np.ndarray) -> Iterator[np.ndarray]:
     """Yields indices of `slots` that have queries, in groups of one pool and of similar shape."""
-    pools: dict[PagePool, int] = {}
-    for slot in slots:
-        pools.setdefault(slot.pool, len(pools))
-    order = sorted(np.flatnonzero(asked_N).tolist(), key=lambda i: (pools[slots[i].pool], int(asked_N[i])))
-    members: list[int] = []
-    need = keys = 0
-    for i in order:
-        q = int(asked_N[i])
-        k = slots[i].length
-        padded = q * max(keys, k) * (len(members) + 1)
-        if members and (
-            slots[i].pool is not slots[members[0]].pool
-            or padded > max(MIN_SPLIT_PAIRS, MAX_PADDING_RATIO * (need + q * k))
-        ):
-            yield np.array(members)
-            members = []
-            need = 0
-            keys = 0
-        members.append(i)
-        need = need + q * k
-        keys = max(keys, k)
-    yield np.array(members)
+    for pool in dict.fromkeys(slot.pool for slot in slots):
+        own = [i for i in np.flatnonzero(asked_N).tolist() if slots[i].pool is pool]
+        own.sort(key=lambda i: int(asked_N[i]))
+        yield from map(np.array, groups_to_pad(own, lambda i: (int(asked_N[i]), slots[i].length), MIN_SPLIT_PAIRS))
 
 
 def _pad_rows(rows_hT: np.ndarray, size: int) -> np.ndarray:

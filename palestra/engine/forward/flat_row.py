@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from palestra.engine.forward.attention_terms import NO_TERMS, AttentionTerms
 
 T = TypeVar("T")
+MAX_PADDING_RATIO = 1.5  # maximum ratio of computed to needed values of a padded group
 
 
 def packs(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
@@ -35,6 +36,27 @@ def packs(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterat
         size += size_of(item)
     if pack:
         yield pack
+
+
+def groups_to_pad(items: Iterable[T], shape_of: Callable[[T], tuple[int, int]], always: int = 0) -> Iterator[list[T]]:
+    """Yields the items in order, in groups of similar shape, so that padding all of a group to its largest rows and
+    columns wastes little. A group of at most `always` values, with its padding, is never divided."""
+    group: list[T] = []
+    need = rows = columns = 0
+    for item in items:
+        height, width = shape_of(item)
+        rows = max(rows, height)
+        columns = max(columns, width)
+        need += height * width
+        if group and rows * columns * (len(group) + 1) > max(always, MAX_PADDING_RATIO * need):
+            yield group
+            group = []
+            rows = height
+            columns = width
+            need = height * width
+        group.append(item)
+    if group:
+        yield group
 
 
 class AttentionLayout(Protocol):

@@ -15,7 +15,7 @@ of the model, `V` vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from palestra.engine.forward.decoder import decoder_of
+from palestra.engine.forward.flat_row import groups_to_pad
 from palestra.engine.forward.length_limit import check_length
 from palestra.engine.forward.tree_attention import Forest, TreeLayout
 
 Engine = Any  # of models.py, which imports this module
 AdapterRoute = Any
-MAX_PADDING_RATIO = 1.5  # maximum ratio of computed to needed tokens of a batch
 CACHE_NAMES = ("past_key_values", "cache_params")  # of attention and of state-space models
 
 
@@ -82,27 +82,13 @@ class PlainPath:
         for of_block, count in route.blocks(size) if route else [(None, size)]:
             wanted_S = np.zeros(size, bool)
             wanted_S[keep[(keep >= first) & (keep < first + count)]] = True
-            for batch in self._batches(_covering(forest, wanted_S)):
+            unrolled = sorted(_covering(forest, wanted_S), key=lambda item: len(item.path))
+            for batch in groups_to_pad(unrolled, lambda item: (1, len(item.path))):
                 outputs.append(self._run(forest, batch, of_block))
                 rows += [path[read] for path, read in batch]
             first += count
         order = np.argsort(np.concatenate(rows))  # each row is read once; kept rows rise
         return torch.cat(outputs).index_select(0, self.engine.tensor(order))
-
-    def _batches(self, paths: list[UnrolledPath]) -> Iterator[list[UnrolledPath]]:
-        """Yields sequences of similar length together."""
-        batch: list[UnrolledPath] = []
-        need = 0
-        for item in sorted(paths, key=lambda item: len(item.path)):
-            length = len(item.path)
-            if batch and length * (len(batch) + 1) > MAX_PADDING_RATIO * (need + length):
-                yield batch
-                batch = []
-                need = 0
-            batch.append(item)
-            need += length
-        if batch:
-            yield batch
 
     def _run(self, forest: Forest, batch: Sequence[UnrolledPath], route: AdapterRoute | None) -> Tensor:
         """Returns the hidden states of the tokens that are read from each sequence, one after the other."""

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from palestra.engine.forward.attention_terms import NO_TERMS, AttentionTerms, KeySpan, attention_by_scores
+from palestra.engine.forward.flat_row import groups_to_pad
 from palestra.engine.forward.sdpa import grouped_attention
-
-MAX_PADDING_RATIO = 1.5  # maximum ratio of computed to needed query-key pairs of a bucket
 
 
 @dataclass
@@ -100,6 +99,10 @@ class QuerySegment(NamedTuple):
     path: np.ndarray
     first: np.ndarray | None = None
 
+    def shape(self) -> tuple[int, int]:
+        """Returns the numbers of queries and keys."""
+        return len(self.at), len(self.path)
+
     def within(self, span: KeySpan) -> QuerySegment:
         """Returns the segment without the keys outside `span`."""
         first = span.first_key(self.at)
@@ -166,7 +169,7 @@ class TreeLayout:
         segments = list(_asking(new, self._row_S, joins))
         if span:
             segments = [segment.within(span) for segment in segments]
-        groups = list(_similar(segments))
+        groups = list(groups_to_pad(sorted(segments, key=QuerySegment.shape), QuerySegment.shape))
         buckets = [_bucket(group, self._row_S, self.device) for group in groups]
         back = np.zeros(self._num_rows, np.int64)
         offset = 0
@@ -217,29 +220,6 @@ def _asking(segments: Sequence[tuple[int, np.ndarray]], row_S: np.ndarray, repea
         at = np.arange(len(path)) if asks_all else cut + np.flatnonzero(row_S[path[cut:]] >= 0)
         if len(at):
             yield QuerySegment(at, path)
-
-
-def _similar(segments: list[QuerySegment]) -> Iterator[list[QuerySegment]]:
-    """Yields groups of segments of similar shape, so that padding wastes little."""
-    group: list[QuerySegment] = []
-    need = queries = keys = 0
-    for segment in sorted(segments, key=lambda s: (len(s.at), len(s.path))):
-        q = len(segment.at)
-        k = len(segment.path)
-        wide = max(queries, q)
-        deep = max(keys, k)
-        if group and wide * deep * (len(group) + 1) > MAX_PADDING_RATIO * (need + q * k):
-            yield group
-            group = []
-            need = 0
-            wide = q
-            deep = k
-        group.append(segment)
-        need = need + q * k
-        queries = wide
-        keys = deep
-    if group:
-        yield group
 
 
 def _bucket(segments: list[QuerySegment], row_S: np.ndarray, device: torch.device) -> Bucket:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from palestra.engine.bases.model import replaced_data
 
 REFERENCE_FILE = "weights.safetensors"
 
@@ -36,17 +38,9 @@ class ReferenceWeights:
         self._store([parameter.detach() for parameter in self.parameters])
         self.is_base = False
 
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Context in which the model has the frozen weights."""
-        own = [parameter.data for parameter in self.parameters]
-        for parameter, tensor in zip(self.parameters, self._load(), strict=True):
-            parameter.data = tensor
-        try:
-            yield
-        finally:
-            for parameter, tensor in zip(self.parameters, own, strict=True):
-                parameter.data = tensor
+    def in_place(self) -> AbstractContextManager[None]:
+        """Returns a context in which the model has the frozen weights."""
+        return replaced_data(self.parameters, self._load())
 
     def save(self, path: Path) -> None:
         """Writes the frozen weights to `path`."""

@@ -21,7 +21,7 @@ import numpy as np
 from palestra.envs.batch.sync_vector import MakeSingleEnv, SyncVectorEnv, VectorEnvSpec, combine_seeds
 from palestra.envs.support.options import check_at_least
 from palestra.envs.vector_base import Arrays, GamesDiffer, RenderFrame, VectorEnv, VectorStep, zero_actions
-from palestra.parallel.processes import PipeProcess, leave_signals_to_parent
+from palestra.parallel.processes import PipeProcess, leave_signals_to_parent, pickle_factory
 
 MAX_FAILURES = 3  # failures of a process without a complete step in between
 START_TIMEOUT_S = 300.0  # seconds for a process to import its package and make its games
@@ -183,7 +183,7 @@ class SubprocVectorEnv(VectorEnv):
         self._memory: list[SharedStep] = []
         self._release = weakref.finalize(self, _release, self._workers, self._memory)
         with _closed_on_error(self):
-            self._workers += [_Worker(_pickle_factory(make), part, num_envs, timeout_s) for part in parts]
+            self._workers += [_Worker(pickle_factory(make, "a game"), part, num_envs, timeout_s) for part in parts]
             specs = [self._receive_spec(worker) for worker in self._workers]
             self.spec = specs[0]
             self._memory.append(SharedStep(self.spec, num_envs))
@@ -329,14 +329,6 @@ def _closed_on_error(env: SubprocVectorEnv) -> Iterator[None]:
     except BaseException:
         env.close()
         raise
-
-
-def _pickle_factory(make: MakeSingleEnv) -> bytes:
-    try:
-        return pickle.dumps(make)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        fix = "use a function of a module, or functools.partial of one"
-        raise ValueError(f"what makes a game cannot be sent to another process ({error}): {fix}") from error
 
 
 class PackageVectorEnv(VectorEnv):

@@ -7,7 +7,7 @@ plays a strategy that is solved for when it is first asked. From equal seeds it 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 
 from palestra.core.seeding import derive_seed
 from palestra.envs import make_env
-from palestra.envs.rules.base import CHANCE, TERMINAL, Rules
+from palestra.envs.rules.base import Rules
 from palestra.envs.rules.connect_four import line_heuristic
 from palestra.envs.text.board_games import TextGame, best_actions
 from palestra.populations.tabular.best_response import best_response
@@ -196,19 +196,3 @@ REFERENCES: dict[str, Callable[[str], Player]] = {
     "slips-10": lambda game: Slips(solver(game), 0.1),
     "solver": solver,
 }
-
-
-# ---- games between reference players
-
-
-def play_game(rules: Rules[Any], players: Sequence[Player], rng: random.Random) -> tuple[float, ...]:
-    """Plays a game and returns the return of each player."""
-    state = rules.initial_state()
-    while (turn := rules.current_player(state)) != TERMINAL:
-        if turn == CHANCE:
-            actions, weights = zip(*rules.chance_outcomes(state), strict=True)
-            action = rng.choices(actions, weights)[0]
-        else:
-            action = players[turn](rules, state, rng)
-        state = rules.next_state(state, action)
-    return rules.returns(state)

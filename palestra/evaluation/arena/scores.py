@@ -11,18 +11,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
-from itertools import combinations
 from operator import add
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
 from pydantic import ConfigDict
 
 from palestra.core.files import atomic_write, read_json, read_lines
-from palestra.core.seeding import derive_seed
-from palestra.evaluation.arena.players import GAMES, REFERENCES, play_game, reference_player, text_game
+from palestra.evaluation.arena.players import GAMES
 from palestra.parallel.task_json import from_json
 from palestra.populations.normal_form.equilibria import maximin
 from palestra.populations.ratings import ELO_PER_LOG_ODDS, fit_elo
@@ -108,39 +105,8 @@ class ArenaResult:
             raise ValueError(f"this is no result of the arena ({error})") from error
 
 
-# ---- reference players
-
-
-def play_references(games: Sequence[str], count: int, seed: int = 0) -> list[ArenaResult]:
-    """Lets the reference players play each other: `count` games of each pair, half at each seat; returns one result
-    each."""
-    scores: dict[str, dict[str, dict[str, Score]]] = {name: {} for name in REFERENCES}
-    for game in games:
-        for row in scores.values():
-            row[game] = {}
-        rules = text_game(game).rules
-        players = {name: reference_player(name, game) for name in REFERENCES}
-        for one, two in combinations(REFERENCES, 2):
-            returns: list[tuple[float, float]] = []
-            for number in range(count):
-                rng = Random(derive_seed(seed, "arena", game, one, two, number))
-                if number % 2:
-                    second, first = play_game(rules, [players[two], players[one]], rng)
-                else:
-                    first, second = play_game(rules, [players[one], players[two]], rng)
-                returns.append((first, second))
-            scores[one][game][two] = Score.of(returns)
-            scores[two][game][one] = Score.of([(second, first) for first, second in returns])
-    return [ArenaResult(name, rows) for name, rows in scores.items()]
-
-
-def save_references(results: Sequence[ArenaResult], path: Path = REFERENCE_FILE) -> None:
-    """Writes the results of the reference players, one on each line."""
-    atomic_write(path, "".join(f"{json.dumps(asdict(result))}\n" for result in results).encode())
-
-
 def load_references(path: Path = REFERENCE_FILE) -> list[ArenaResult]:
-    """Returns the results of the reference players that `save_references` wrote."""
+    """Returns the results of the reference players, one on each line (scripts/arena_references.py)."""
     return [ArenaResult.of_json(line) for line in read_lines(path)]
 
 

@@ -76,7 +76,7 @@ def _success(logs: RunLogs) -> Chart:
 def _success_curve(logs: RunLogs, name: str, key: str) -> ChartCurve:
     known = [line for line in logs.evals[name] if key in line]
     spans = np.array([success_bounds(line, key) for line in known])
-    label = _eval_name(logs, name)
+    label = held_out_label(logs.config, name)
     if key != "success":
         label += f": {key.removeprefix(TEAM_SUCCESS)}"
     return ChartCurve(label, logs.series(known, key), spans, has_markers=True)
@@ -90,7 +90,8 @@ def _returns(logs: RunLogs) -> Chart:
         for key, what in return_keys(*lines).items():
             half = return_half_width if key == "return" else lambda _: None
             points = [{**line, "half": half(line) or 0.0} for line in lines if key in line]
-            curves.append(_with_interval(logs, f"{_eval_name(logs, name)}{what.removeprefix('return')}", points, key))
+            label = f"{held_out_label(logs.config, name)}{what.removeprefix('return')}"
+            curves.append(_with_interval(logs, label, points, key))
         seats = paid_seats(lines[-1])
         if "team_return" in lines[-1] and len(seats) > 1:
             curves += [_seat_return(logs, name, lines, seat) for seat in seats]
@@ -100,17 +101,13 @@ def _returns(logs: RunLogs) -> Chart:
     return Chart("returns, with 95 % intervals", curves, logs.x_title)
 
 
-def _eval_name(logs: RunLogs, name: str) -> str:
-    return held_out_label(logs.config, name)
-
-
 def _seat_return(logs: RunLogs, name: str, lines: Sequence[Line], seat: str) -> ChartCurve:
     points = [
         {"step": line["step"], "own": line["returns"][seat], "half": line.get("returns_ci95", {}).get(seat) or 0.0}
         for line in lines
         if line.get("returns", {}).get(seat) is not None
     ]
-    return _with_interval(logs, f"{_eval_name(logs, name)}: {seat}", points, "own")
+    return _with_interval(logs, f"{held_out_label(logs.config, name)}: {seat}", points, "own")
 
 
 def _with_interval(logs: RunLogs, name: str, lines: Sequence[Line], key: str) -> ChartCurve:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from palestra.parallel.task_queue import pickling_error
+from palestra.parallel.processes import pickling_error
 
 PLACEMENT_OPTIONS = ("workers", "num_cpus", "num_gpus", "resources", "accelerator_type")
 PLACEMENT_TIMEOUT_S = 600.0  # seconds to wait for the first actor: a cluster may have to scale up
@@ -82,4 +82,4 @@ def put_factory(make: Callable[[], object]) -> ray.ObjectRef[Any]:
     try:
         return ray.put(make)
     except (TypeError, pickle.PicklingError) as error:
-        raise pickling_error(error) from error
+        raise pickling_error(error, "a worker") from error

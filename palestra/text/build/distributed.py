@@ -3,11 +3,11 @@ actors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, cast
 
 from palestra.engine.bases.names import tokenizer_of
 from palestra.engine.sampling.request import Completion, Request
@@ -31,8 +31,9 @@ from palestra.text.training.episode_tasks import (
     episodes_per_slice,
 )
 from palestra.text.training.recoverable_weights import HostedWeights, ProcessHandle, RecoverableWeights, WeightHost
-from palestra.text.training.trainer import Stage, TextEval, TextTrainer
+from palestra.text.training.trainer import Stage, TextTrainer
 
+LearnerSpecs = dict[str, dict[str, Any]]  # arguments of `Engines.build_learner`, by name of the learner
 RolloutBackendFactory = Callable[[RolloutBackendConfig, WorkerFactory], Backend]
 """Opens the backend that plays episodes, given its config and the function that builds a worker."""
 
@@ -61,8 +62,11 @@ def build(config: TextConfig, open_rollouts: RolloutBackendFactory | None = None
     return replace(
         made,
         stages=[_stage(stage, number, dispatcher, slices) for number, stage in enumerate(made.stages)],
-        evals=[_distribute_eval(evaluation, dispatcher, slices) for evaluation in made.evals],
-        worker_context=RunProcesses(async_backend, engines.trained_elsewhere, engines.cluster),
+        evals=[
+            DistributedEval(**vars(e), dispatcher=dispatcher, slice_size=episodes_per_slice(e.episodes, slices))
+            for e in made.evals
+        ],
+        worker_context=partial(run_processes, async_backend, engines),
         learners_are_remote=bool(engines.trained_elsewhere),
     )
 
@@ -86,39 +90,19 @@ def _stage(stage: Stage, number: int, dispatcher: EpisodeDispatcher, slices: int
     )
 
 
-def _distribute_eval(evaluation: TextEval, dispatcher: EpisodeDispatcher, slices: int) -> TextEval:
-    return DistributedEval(
-        **vars(evaluation), dispatcher=dispatcher, slice_size=episodes_per_slice(evaluation.episodes, slices)
-    )
-
-
-class RunProcesses:
-    """The other processes of a run, as a context manager: started on entry, ended on exit. With `cluster`, this process
-    joins it first."""
-
-    def __init__(
-        self, async_backend: AsyncBackend, weights: Sequence[RecoverableWeights], cluster: RayMembership | None
-    ) -> None:
-        self.backend = async_backend
-        self.weights = weights
-        self.cluster = cluster
-        self._open = ExitStack()
-
-    def __enter__(self) -> RunProcesses:
-        with ExitStack() as opened:
-            if self.cluster:
-                opened.callback(self.cluster.leave)
-                self.cluster.join()
-            for weights in self.weights:
-                opened.callback(weights.close)
-                weights.start()
-            opened.callback(self.backend.close)
-            self.backend.start()
-            self._open = opened.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
+@contextmanager
+def run_processes(async_backend: AsyncBackend, engines: DriverEngines) -> Iterator[None]:
+    """Context with the other processes of a run. This process joins the cluster of `engines` first, if there is one."""
+    with ExitStack() as opened:
+        if engines.cluster:
+            opened.callback(engines.cluster.leave)
+            engines.cluster.join()
+        for weights in engines.trained_elsewhere:
+            opened.callback(weights.close)
+            weights.start()
+        opened.callback(async_backend.close)
+        async_backend.start()
+        yield
 
 
 class RayMembership:
@@ -177,22 +161,13 @@ class DriverEngines(Engines):
         return LanguagePolicy(name, NoSampler(), encoder, config.sampling, **config.prompt_options)
 
 
-class LearnerArgs(NamedTuple):
-    """Arguments of `Engines.build_learner`, to build the learner in another process."""
-
-    config: LoraPolicyConfig | FullPolicyConfig
-    seed: int
-    critic: bool
-    separate_critic: bool = False
-
-
 class RayEngines(DriverEngines):
     """Engines that load no base: weights are trained in Ray actors, each with one or more learners."""
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__(config.device, config.max_num_seqs)
         self.cluster = RayMembership(config.backend)
-        self.specs: list[dict[str, LearnerArgs]] = [{} for _ in range(self.cluster.train.num_actors)]
+        self.specs: list[LearnerSpecs] = [{} for _ in range(self.cluster.train.num_actors)]
         self.trained_elsewhere = [
             RecoverableWeights(partial(self._holder, self.cluster, specs), config.backend.copy_every)
             for specs in self.specs
@@ -210,12 +185,13 @@ class RayEngines(DriverEngines):
     ) -> LanguageLearner:
         place = self._learners % len(self.trained_elsewhere)
         self._learners += 1
-        self.specs[place][name] = LearnerArgs(config, seed, critic, separate_critic)
+        critics = {"critic": critic, "separate_critic": separate_critic}
+        self.specs[place][name] = {"config": config, "seed": seed, **critics}
         return LanguageLearner(
             name, config, HostedWeights(self.trained_elsewhere[place], name), NoSampler(), tokenizer_of(config.base)
         )
 
-    def _holder(self, cluster: RayMembership, specs: Mapping[str, LearnerArgs]) -> ProcessHandle:
+    def _holder(self, cluster: RayMembership, specs: LearnerSpecs) -> ProcessHandle:
         from palestra.parallel.ray.actor import RayActorHandle
 
         cluster.join()
@@ -223,11 +199,7 @@ class RayEngines(DriverEngines):
         return RayActorHandle(make, cluster.train, f"the training of {', '.join(specs)}")
 
 
-def open_weight_host(device: str, max_num_seqs: int, specs: Mapping[str, LearnerArgs]) -> WeightHost:
+def open_weight_host(device: str, max_num_seqs: int, specs: LearnerSpecs) -> WeightHost:
     """Builds the weights of these learners in the current process, which trains them."""
     engines = Engines(device, max_num_seqs)
-    weights = {}
-    for name, spec in specs.items():
-        critic = {"critic": spec.critic, "separate_critic": spec.separate_critic}
-        weights[name] = engines.build_learner(name, spec.config, spec.seed, **critic).weights
-    return WeightHost(weights)
+    return WeightHost({name: engines.build_learner(name, **spec).weights for name, spec in specs.items()})

@@ -112,7 +112,7 @@ class Engines:
                     f"{key} is for bases in this process, and with sampler: other processes answer, {why}: leave one "
                     "of them out"
                 )
-        opening = self.remote_samplers.open(
+        wait_for_sampler = self.remote_samplers.open(
             config.base,
             dtype=config.dtype,
             device=self.device,
@@ -120,7 +120,7 @@ class Engines:
             kv_cache_gib=self.kv_cache_gib,
         )
         engine = self._load_engine(config)  # sampler processes start at the same time
-        self._samplers.append(opening.wait_ready())
+        self._samplers.append(wait_for_sampler())
         return engine, self._samplers[-1]
 
     def _load_engine(self, config: LMPolicyConfig) -> Engine:

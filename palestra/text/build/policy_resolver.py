@@ -39,16 +39,13 @@ class PolicyResolver:
         """Returns the policy of each seat at its current weights; a policy with a teacher is played by the teacher."""
         self.engines.clear_caches()
         playing = {name: policy for name, policy in self.in_flight.items() if name not in teachers}
-        return {seat: playing.get(name) or self._current_policy(name, teachers) for seat, name in seats.items()}
+        return {seat: playing.get(name) or self.current_policy(name, teachers) for seat, name in seats.items()}
 
     def eval_policies(self, seats: Mapping[Seat, str], sampling: dict[str, Any]) -> dict[Seat, Policy]:
         """Returns the policy of each seat at its current weights, with the sampling of evaluations and without
         teachers."""
         self.engines.clear_caches()
-        return {seat: _with_eval_sampling(self._current_policy(name, {}), sampling) for seat, name in seats.items()}
-
-    def current_policy(self, name: str) -> Policy:
-        return self._current_policy(name, {})
+        return {seat: _with_eval_sampling(self.current_policy(name), sampling) for seat, name in seats.items()}
 
     def encoding_policies(self, seats: Mapping[Seat, str]) -> dict[Seat, Policy]:
         """Returns the policy of each seat for encoding recorded answers into tokens, without exporting its weights."""
@@ -63,11 +60,12 @@ class PolicyResolver:
         versioned = f"{name}@{learner.version}"
         return LanguagePolicy(versioned, learner.sampler, learner.encoder, config.sampling, **config.prompt_options)
 
-    def _current_policy(self, name: str, teachers: Mapping[str, str]) -> Policy:
+    def current_policy(self, name: str, teachers: Mapping[str, str] = {}) -> Policy:
+        """Returns policy `name` at its current weights; one with a teacher is played by the teacher."""
         if name not in self.learners:
             return self.fixed[name]
         policy = self.learners[name].policy()
-        return DemonstrationPolicy(policy, self._current_policy(teachers[name], {})) if name in teachers else policy
+        return DemonstrationPolicy(policy, self.current_policy(teachers[name])) if name in teachers else policy
 
 
 def stage_resolver(part: TextConfig, config: TextConfig, resolver: PolicyResolver) -> PolicyResolver:

@@ -76,14 +76,8 @@ def turn_advantages(
     """Returns the advantage of each turn of each sibling: its discounted return to go, compared with the returns to go
     of the siblings at the same turn. A turn that only one sibling reached has advantage 0, unless the baseline is
     `none`."""
-    returns = [returns_to_go(own, gamma) for own in rewards]
-    advantages: list[list[float]] = [[] for _ in returns]
-    for turn in range(max(map(len, returns), default=0)):
-        there = [number for number, own in enumerate(returns) if len(own) > turn]
-        own = group_advantages([returns[number][turn] for number in there], baseline=baseline, scale=scale)
-        for number, advantage in zip(there, own, strict=True):
-            advantages[number].append(advantage)
-    return advantages
+    turns = [range(len(own)) for own in rewards]
+    return state_advantages(turns, rewards, gamma=gamma, baseline=baseline, scale=scale)
 
 
 def state_advantages(

@@ -7,6 +7,7 @@ continue from it until it exceeds the budget again.
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -99,12 +100,7 @@ def _append_mark(head: list[Json], mark: str) -> list[Json]:
 def _fewest(most: int, is_enough: Callable[[int], bool]) -> int:
     """Returns the smallest number below `most` for which `is_enough` is true, or `most` if there is none. `is_enough`
     must stay true for larger numbers."""
-    low = 0
-    high = most
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
-    return low
+    return bisect_left(range(most), True, key=is_enough)
 
 
 COMPRESSORS: dict[str, Compressor] = {"drop_oldest": drop_oldest}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -62,30 +62,20 @@ class _Prefix:
     num_users: int = 0
 
 
+@dataclass(eq=False, repr=False)
 class LanguagePolicy:
     """Samples answers from one snapshot of an adapter, or from the bare base (None)."""
 
-    def __init__(
-        self,
-        name: str,
-        sampler: SamplerProtocol,
-        encoder: ChatEncoder,
-        sampling: SamplingConfig,
-        adapter: Snapshot | None = None,
-        *,
-        system: str | None = None,
-        history: HistoryMode = "none",
-        context: ContextConfig | None = None,
-    ) -> None:
-        self.name = name
-        self.sampler = sampler
-        self.encoder = encoder
-        self.sampling = sampling
-        self.adapter = adapter
-        self.system = system
-        self.history = history
-        self.context = context or ContextConfig()
-        self._prefixes: dict[bytes, _Prefix] = {}
+    name: str
+    sampler: SamplerProtocol
+    encoder: ChatEncoder
+    sampling: SamplingConfig
+    adapter: Snapshot | None = None
+    _: KW_ONLY
+    system: str | None = None
+    history: HistoryMode = "none"
+    context: ContextConfig = field(default_factory=ContextConfig)
+    _prefixes: dict[bytes, _Prefix] = field(default_factory=dict, init=False)
 
     async def act(self, query: Query, newest: Callable[[], LanguagePolicy] | None = None) -> list[Answer]:
         """Returns `query.n` answers, each with its token ids and log-probabilities.
@@ -184,17 +174,7 @@ class LanguagePolicy:
     def with_sampling(self, changes: dict[str, Any]) -> LanguagePolicy:
         """Returns this policy with some sampling parameters changed, for example for evaluation. Raises a validation
         error (a ValueError) if they are invalid."""
-        sampling = SamplingConfig.model_validate(self.sampling.model_dump() | changes)
-        return LanguagePolicy(
-            self.name,
-            self.sampler,
-            self.encoder,
-            sampling,
-            self.adapter,
-            system=self.system,
-            history=self.history,
-            context=self.context,
-        )
+        return replace(self, sampling=SamplingConfig.model_validate(self.sampling.model_dump() | changes))
 
     async def _fitting_prompt(self, query: Query) -> np.ndarray:
         """Returns the prompt's token ids [P] int32. A conversation with more than `context.max_tokens` tokens is

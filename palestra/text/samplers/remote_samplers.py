@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
+from typing import Any
 
 from palestra.engine.bases.model import Engine
 from palestra.engine.lora.config import LoraConfig
@@ -13,7 +15,7 @@ from palestra.text.policies.lm import SamplerProtocol
 from palestra.text.samplers.adapter_store import AdapterStore
 from palestra.text.samplers.config import SamplerProcessesConfig, SamplerServersConfig
 from palestra.text.samplers.logprob_check import SampledPolicy, check_logprobs
-from palestra.text.samplers.processes import SamplerProcess, SamplerProcesses
+from palestra.text.samplers.processes import SamplerProcesses
 from palestra.text.samplers.vllm import RequestTimeouts, SamplerServer, VllmSampler
 
 
@@ -27,8 +29,9 @@ class RemoteSamplers:
 
     def open(
         self, base: str, *, dtype: str, device: str, max_num_seqs: int, kv_cache_gib: float | None = None
-    ) -> PendingSampler:
-        """Starts opening a sampler of `base`.
+    ) -> Callable[[], VllmSampler]:
+        """Starts opening a sampler of `base`. Returns the function that waits for its servers and returns it; it raises
+        ValueError if a server is unreachable or does not start.
 
         Raises ValueError for a second base if `config` names running servers: those serve one base only.
         """
@@ -38,8 +41,28 @@ class RemoteSamplers:
                 f"sampler: names servers of one base, but the policies use {' and '.join(self._bases)} (or one in two "
                 "dtypes): use one, or sampler: {type: processes}, which starts samplers for each"
             )
-        numbers = {"max-num-seqs": max_num_seqs} | ({} if kv_cache_gib is None else {"kv-cache-gib": kv_cache_gib})
-        return PendingSampler(self.config, base, dtype=dtype, device=device, numbers=numbers)
+        store = AdapterStore(self.config.folder, base)
+        processes = None
+        if isinstance(self.config, SamplerProcessesConfig):
+            options: dict[str, Any] = {"base": base, "dtype": dtype, "device": "cuda" if self.config.gpus else device}
+            options |= {"threads": self.config.torch_threads, "max-num-seqs": max_num_seqs}
+            options |= {} if kv_cache_gib is None else {"kv-cache-gib": kv_cache_gib}
+            words = list(chain.from_iterable((f"--{name}", str(value)) for name, value in options.items()))
+            processes = SamplerProcesses(words, self.config.count, self.config.gpus, store.folder)
+        return partial(self._connect, store, processes)
+
+    def _connect(self, store: AdapterStore, processes: SamplerProcesses | None) -> VllmSampler:
+        if processes:
+            servers = [SamplerServer(child.wait_url(), restart=child.wait_url) for child in processes.children]
+            key: str | None = processes.key
+        else:
+            assert isinstance(self.config, SamplerServersConfig)
+            servers = [SamplerServer(url, self.config.model) for url in self.config.urls]
+            key = _key(self.config.key_env)
+        timeouts = RequestTimeouts(self.config.request_timeout, self.config.retry_timeout)
+        sampler = VllmSampler(servers, store, timeouts, key, processes)
+        sampler.connect()
+        return sampler
 
     def register_policy(
         self, name: str, lora: LoraConfig | None, sampling: SamplingConfig, engine: Engine, sampler: SamplerProtocol
@@ -52,50 +75,6 @@ class RemoteSamplers:
             claims = self._claims.setdefault(sampler, [])
             claims.append(SampledPolicy(name, lora, sampling))
             check_logprobs(sampler, engine, claims, self.config.logprob_tolerance)
-
-
-class PendingSampler:
-    """A sampler of `base` that is being opened: its processes start in the constructor, `wait_ready` waits for them."""
-
-    def __init__(
-        self,
-        config: SamplerServersConfig | SamplerProcessesConfig,
-        base: str,
-        *,
-        dtype: str,
-        device: str,
-        numbers: Mapping[str, float],
-    ) -> None:
-        """`numbers` are further options of `palestra serve-sampler`, for processes."""
-        self.config = config
-        self.adapter_store = AdapterStore(config.folder, base)
-        self.processes: SamplerProcesses | None = None
-        if isinstance(config, SamplerProcessesConfig):
-            options = {"base": base, "dtype": dtype, "device": "cuda" if config.gpus else device}
-            numbers = {"threads": config.torch_threads, **numbers}
-            words = list(chain.from_iterable((f"--{name}", str(value)) for name, value in (options | numbers).items()))
-            self.processes = SamplerProcesses(words, config.count, config.gpus, self.adapter_store.folder)
-
-    def wait_ready(self) -> VllmSampler:
-        """Waits for the servers and returns the sampler.
-
-        Raises ValueError if a server is unreachable or does not start.
-        """
-        servers, key = self._servers()
-        timeouts = RequestTimeouts(self.config.request_timeout, self.config.retry_timeout)
-        sampler = VllmSampler(servers, self.adapter_store, timeouts, key, self.processes)
-        sampler.connect()
-        return sampler
-
-    def _servers(self) -> tuple[list[SamplerServer], str | None]:
-        if self.processes:
-            return [_server(child) for child in self.processes.children], self.processes.key
-        assert isinstance(self.config, SamplerServersConfig)
-        return [SamplerServer(url, self.config.model) for url in self.config.urls], _key(self.config.key_env)
-
-
-def _server(child: SamplerProcess) -> SamplerServer:
-    return SamplerServer(child.wait_url(), restart=child.wait_url)
 
 
 def _key(key_env: str | None) -> str | None:

@@ -78,37 +78,30 @@ class RemoteWeights(Weights):
         self._reference: RemoteSampler | None = None
 
     async def _create(self, seed: int) -> str:
-        targets = self.config.target_modules
-        if self.config.quantize:
-            raise ValueError(
-                f"servers load their bases themselves, but the policy sets quantize: {self.config.quantize}: leave "
-                "that out, or train in this process (engine: null)"
-            )
-        if self.config.long_context:
-            raise ValueError(
-                "servers load their bases themselves, but the policy sets long_context: leave that out, or train in "
-                "this process (engine: null)"
-            )
-        if self.config.optimizer.type != "adamw":
-            raise ValueError(
-                f"servers train with AdamW, but the policy sets optimizer: {self.config.optimizer.type}: leave that "
-                "out, or train in this process (engine: null)"
-            )
-        if variants := self.config.variants:
-            raise ValueError(
-                f"servers train plain LoRA adapters, but the policy sets {', '.join(variants)}: leave that out, or "
-                "train in this process (engine: null)"
-            )
+        config = self.config
+        targets = config.target_modules
+        own_base = "load their bases themselves"
+        for setting, is_set, servers in (
+            (f"quantize: {config.quantize}", config.quantize, own_base),
+            ("long_context", config.long_context, own_base),
+            (f"optimizer: {config.optimizer.type}", config.optimizer.type != "adamw", "train with AdamW"),
+            (", ".join(config.variants), config.variants, "train plain LoRA adapters"),
+        ):
+            if is_set:
+                raise ValueError(
+                    f"servers {servers}, but the policy sets {setting}: leave that out, or train in this process "
+                    "(engine: null)"
+                )
         switches = lora_switches([targets] if isinstance(targets, str) else targets)
-        lora: dict[str, Any] = {"rank": self.config.rank, "seed": seed, **switches}
-        if self.config.alpha != OFFICIAL_ALPHA:
-            await self.connection.require_palestra(f"alpha: {self.config.alpha:g} (others have {OFFICIAL_ALPHA:g})")
-            lora["alpha"] = self.config.alpha
+        lora: dict[str, Any] = {"rank": config.rank, "seed": seed, **switches}
+        if config.alpha != OFFICIAL_ALPHA:
+            await self.connection.require_palestra(f"alpha: {config.alpha:g} (others have {OFFICIAL_ALPHA:g})")
+            lora["alpha"] = config.alpha
         reply = await self.connection.call(
             "create_model",
             session_id=self.connection.id,
             model_seq_id=self.connection.next_number("model"),
-            base_model=self.config.base,
+            base_model=config.base,
             lora_config=lora,
         )
         return str(reply.json()["model_id"])

@@ -19,7 +19,6 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -235,23 +234,12 @@ class DistributedEval(TextEval):
 
     async def play(self, seed: int, on_episode: EpisodeCallback = None) -> list[Episode]:
         """As for `TextEval`; `on_episode` is called with the episodes of a slice when it ends."""
-
-        async def play_slice(task: EvalTask) -> list[Episode]:
-            episodes = await self.dispatcher.play(versions, task)
-            if on_episode:
-                for episode in episodes:
-                    on_episode(episode)
-            return episodes
-
         versions = self.dispatcher.publish_current()
-        parts = split_into_slices(self.numbers, self.slice_size)
-        tasks = [EvalTask("", evaluation=self.name, seed=seed, numbers=tuple(part)) for part in parts]
-        self.dispatcher.acquire(versions)
-        try:
-            played = await asyncio.gather(*(play_slice(task) for task in tasks))
-        finally:
-            self.dispatcher.release(versions)
-        return list(chain.from_iterable(played))
+        task = EvalTask("", evaluation=self.name, seed=seed)
+        pending = PendingEpisodes(self.dispatcher, versions, task, self.slice_size)
+        episodes = [pending.add(number, on_episode) for number in self.numbers]
+        await asyncio.gather(pending.play(), *episodes)
+        return [episode.result() for episode in episodes]
 
 
 def split_into_slices(numbers: Sequence[int], size: int) -> list[Sequence[int]]:

@@ -11,7 +11,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from palestra.core.failures import RunFailed, check_failures
 from palestra.core.seeding import derive_seed
@@ -34,7 +34,10 @@ from palestra.text.rollouts.refill import play_refilled
 from palestra.text.rollouts.sample_metrics import sample_metrics
 from palestra.text.rollouts.sources import STAGE_START_KEY, EpisodeSource
 from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
-from palestra.text.training.update import Algorithm, LearnerUpdate, run_updates
+from palestra.text.training.update import LearnerUpdate, run_updates
+
+if TYPE_CHECKING:
+    from palestra.text.algorithms.base import TextAlgorithm  # loads torch
 
 T = TypeVar("T")
 
@@ -70,7 +73,7 @@ class Stage:
     """
 
     source: EpisodeSource
-    algorithm: Algorithm
+    algorithm: TextAlgorithm
     steps: int
     episodes: int
     name: str = ""
@@ -129,10 +132,13 @@ class TextTrainer:
 
     `algorithm_state` is the state that algorithms (by policy) and sources keep between steps. `worker_metrics` returns
     metrics of remote workers since the last call, for the timings. The run ends with an error if more than the share
-    `max_failed` of the episodes of a step or an evaluation failed. `worker_context` is a context that is open during
+    `max_failed` of the episodes of a step or an evaluation failed. `worker_context` makes a context that is open during
     training and holds other processes that play or train. `learners_are_remote`: learners run in other processes and
     are updated concurrently. `notes` are lines for the user about how the models run.
     """
+
+    log_every: ClassVar[int] = 1
+    can_save_any_time: ClassVar[bool] = True  # saving changes nothing
 
     stages: Sequence[Stage]
     learners: Mapping[str, Learner]
@@ -144,7 +150,7 @@ class TextTrainer:
     max_failed: float = 0.5
     algorithm_state: AlgorithmState = field(default_factory=dict)
     worker_metrics: Callable[[], Metrics] = dict
-    worker_context: AbstractContextManager[object] = field(default_factory=nullcontext)
+    worker_context: Callable[[], AbstractContextManager[None]] = nullcontext
     learners_are_remote: bool = False
     ranks: ProcessGroup = SINGLE_PROCESS
     notes: Sequence[str] = ()
@@ -164,20 +170,10 @@ class TextTrainer:
         """Number of training steps over all stages."""
         return sum(stage.steps for stage in self.stages)
 
-    @property
-    def log_every(self) -> int:
-        """1: every step is logged."""
-        return 1
-
-    @property
-    def can_save_any_time(self) -> bool:
-        """True: saving changes nothing."""
-        return True
-
     @contextmanager
     def open(self, run: RunProtocol, callback: Callback) -> Iterator[None]:
         """Context with an event loop and the processes of `worker_context`."""
-        with self.worker_context, asyncio.Runner() as self.event_loop:
+        with self.worker_context(), asyncio.Runner() as self.event_loop:
             self.run = run
             self.callback = callback
             if 0 < run.next_step < self.steps:

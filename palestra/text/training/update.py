@@ -2,63 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from palestra.core.sample_weights import WeightedMeans, batch_denominator, trained_weight
 from palestra.core.tracing import span
 from palestra.core.types import AlgorithmState, Episode, Metrics, Sample
 from palestra.runs.loop import PhaseTimer, read_clocks
 from palestra.text.learners.base import Learner
-from palestra.text.rollouts.tree_rollout import Branching
 
-if TYPE_CHECKING:  # it loads torch
+if TYPE_CHECKING:  # they load torch
     from palestra.engine.training.train_pass import TrainPass
-
-
-class Algorithm(Protocol):
-    """Credit assignment and a loss function."""
-
-    @property
-    def branching(self) -> Branching:
-        """The branching of episode trees."""
-        ...
-
-    @property
-    def max_redraws(self) -> int:
-        """Largest number of instances played in place of an episode without signal."""
-        ...
-
-    def has_signal(self, episode: Episode) -> bool:
-        """True if an episode is trained on, and not replaced by one on another instance."""
-        ...
-
-    @property
-    def loss(self) -> Callable[..., Any]:
-        """The loss function (losses/)."""
-        ...
-
-    @property
-    def loss_options(self) -> dict[str, Any]:
-        """Keyword arguments of the loss."""
-        ...
-
-    async def token_scores(self, episodes: Sequence[Episode], learner: Learner) -> Mapping[int, Any]:
-        """Returns what `build_samples` needs of the weights in training, if anything: its argument `scores`."""
-        ...
-
-    def build_samples(
-        self, episodes: Sequence[Episode], policy: str, state: AlgorithmState | None = None
-    ) -> tuple[list[Sample], Metrics]:
-        """Returns the samples that `policy` is trained on, and metrics. Reads only the episodes."""
-        ...
-
-    async def finalize_samples(
-        self, samples: list[Sample], learner: Learner, state: AlgorithmState
-    ) -> tuple[list[Sample], Metrics]:
-        """Returns the samples completed with what `learner` computes, such as values, and metrics."""
-        ...
+    from palestra.text.algorithms.base import TextAlgorithm
 
 
 @dataclass
@@ -69,7 +25,7 @@ class LearnerUpdate:
     the policy between steps.
     """
 
-    algorithm: Algorithm
+    algorithm: TextAlgorithm
     learner: Learner
     progress: float
     state: AlgorithmState = field(default_factory=dict)
@@ -115,7 +71,7 @@ class LearnerUpdate:
 
 
 async def update_learner(
-    algorithm: Algorithm,
+    algorithm: TextAlgorithm,
     learner: Learner,
     episodes: Sequence[Episode],
     progress: float,

@@ -17,7 +17,6 @@ from palestra.evaluation.arena.play import ArenaOptions, enter_arena
 from palestra.evaluation.arena.players import (
     GAMES,
     REFERENCES,
-    play_game,
     reference_player,
     solution_table,
     text_game,
@@ -26,11 +25,10 @@ from palestra.evaluation.arena.scores import (
     ArenaResult,
     ReferenceRatings,
     load_references,
-    play_references,
     read_results,
-    save_references,
 )
 from palestra.populations.tabular.best_response import nash_conv
+from scripts.arena_references import play_game, play_references, save_references
 
 QUICK = ["kuhn", "leduc", "liars_dice_4", "ultimatum", "bargaining"]
 FIRST = "helpers.arena_players:say_first"

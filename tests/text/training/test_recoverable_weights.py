@@ -14,7 +14,7 @@ from palestra.core.types import Sample
 from palestra.engine.training.adapter_weights import OptimConfig
 from palestra.parallel.file_bundle import content_hash, num_bytes, pack_folder
 from palestra.parallel.processes import ProcessLost
-from palestra.text.build.distributed import LearnerArgs, open_weight_host
+from palestra.text.build.distributed import LearnerSpecs, open_weight_host
 from palestra.text.learners.lm import Weights
 from palestra.text.learners.lm_config import LoraPolicyConfig
 from palestra.text.training.recoverable_weights import (
@@ -81,12 +81,12 @@ def train_step(weights: Any, step: int) -> list[Any]:
     ]
 
 
-def specs(base: Path) -> dict[str, LearnerArgs]:
+def specs(base: Path) -> LearnerSpecs:
     config = LoraPolicyConfig(base=str(base), rank=4)
     return {
-        "guide": LearnerArgs(config, 1, False),
-        "walker": LearnerArgs(config, 2, True),
-        "herald": LearnerArgs(config, 3, True, separate_critic=True),
+        "guide": {"config": config, "seed": 1},
+        "walker": {"config": config, "seed": 2, "critic": True},
+        "herald": {"config": config, "seed": 3, "critic": True, "separate_critic": True},
     }
 
 
