@@ -568,6 +568,7 @@ def bodies(target: Target) -> dict[str, dict[str, Any]]:
 OPEN = {"healthz", "client/config", "client/dynamic_config", "auth/token", "telemetry", "get_server_capabilities"}
 OWN = {  # the caller's own
     "checkpoints",
+    "checkpoints/search",
     "checkpoints/upload",
     "create_session",
     "models",

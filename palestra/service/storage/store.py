@@ -286,8 +286,9 @@ class Store:
     def find(
         self, table: sql.Table, *where: sql.ColumnElement[bool], limit: int = 1000, offset: int = 0
     ) -> list[TableRow]:
-        """Returns matching rows, newest first."""
-        query = sql.select(table).where(*where).order_by(table.c.created.desc()).limit(limit).offset(offset)
+        """Returns matching rows, newest first, and those of one time by their primary key."""
+        order = [column.desc() for column in (table.c.created, *table.primary_key)]
+        query = sql.select(table).where(*where).order_by(*order).limit(limit).offset(offset)
         return self.database.read(lambda connection: list(connection.execute(query).all()))
 
     def count(self, table: sql.Table, *where: sql.ColumnElement[bool]) -> int:

@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Literal
 
 from palestra.service.wire.schemas.requests import OptimizerConfig
+from palestra.service.wire.schemas.weights import CheckpointSearchCursor
 from palestra.service.wire.schemas.wire_model import WireModel
 
 # Bootstrap, sessions, telemetry
@@ -198,6 +199,7 @@ class Checkpoint(WireModel):
     public: bool = False
     user_metadata: dict[str, str] | None = None
     expires_at: datetime | None = None
+    base_model: str | None = None
 
 
 class Cursor(WireModel):
@@ -213,6 +215,13 @@ class CheckpointsListResponse(WireModel):
 
     checkpoints: list[Checkpoint]
     cursor: Cursor | None = None
+
+
+class CheckpointSearchResponse(WireModel):
+    """A page of checkpoints, newest first. `next_cursor` null: there are no more."""
+
+    checkpoints: list[Checkpoint]
+    next_cursor: CheckpointSearchCursor | None = None
 
 
 class ExternalWeightsUrlsResponse(WireModel):
