@@ -231,6 +231,20 @@ class ExternalWeightsUrlsResponse(WireModel):
     expires: datetime
 
 
+class ExternalWeightsUploadStartResponse(WireModel):
+    """Signed URLs by file name, to which the files are sent by PUT, valid until `expires`."""
+
+    upload_id: str
+    urls: dict[str, str]
+    expires: datetime
+
+
+class ExternalWeightsUploadFinishResponse(WireModel):
+    """Path of the checkpoint that holds the uploaded weights."""
+
+    tinker_path: str
+
+
 class TrainingRun(WireModel):
     """A trained model with its latest checkpoints."""
 

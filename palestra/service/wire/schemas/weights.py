@@ -11,6 +11,7 @@ from palestra.service.wire.schemas.requests import (
     CheckpointName,
     Finite,
     Id,
+    LoraConfig,
     Metadata,
     OptimizerConfig,
     SeqId,
@@ -62,6 +63,20 @@ class SaveWeightsExternalRequest(WireModel):
     seq_id: SeqId | None = None
     ttl_seconds: Ttl | None = None
     age_encryption_recipients: Annotated[list[str], Field(max_length=MAX_ENTRIES)] | None = None
+
+
+class ExternalWeightsUploadStartRequest(WireModel):
+    """Body of `/external_weights_upload_start`: the base and adapter settings of the weights to come."""
+
+    base_model: Id
+    lora_config: LoraConfig
+    destination_project_id: Id | None = None
+
+
+class ExternalWeightsUploadFinishRequest(WireModel):
+    """Body of `/external_weights_upload_finish`."""
+
+    upload_id: Id
 
 
 class LoadWeightsRequest(WireModel):
