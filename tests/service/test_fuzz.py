@@ -30,7 +30,7 @@ from palestra.service.server.api_keys import ApiKeys, add_key
 from palestra.service.server.app import ROUTERS
 from palestra.service.server.state import ClientLimits, ServiceContext
 from palestra.service.storage.store import Store
-from palestra.service.storage.tables import checkpoints, models, requests, samplers, sessions
+from palestra.service.storage.tables import checkpoints, models, requests, samplers, sessions, uploads
 from palestra.service.storage.wakeup import WakeupSocket
 from palestra.service.storage.weight_store import WeightStore
 from palestra.service.wire import codec
@@ -40,7 +40,7 @@ from palestra.service.wire.schemas import weights as wire_weights
 from palestra.service.wire.validation import LOSS_SPECS
 from palestra.service.worker.worker import Worker, WorkerSettings
 
-TABLES = (sessions, models, samplers, checkpoints)
+TABLES = (sessions, models, samplers, checkpoints, uploads)
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large, HealthCheck.large_base_example]
 MODES = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
@@ -78,6 +78,8 @@ class Target(Front):
         self.model_id = str(self.result(self.post("/create_model", body, of="ada"))["model_id"])
         for verb, path in (("save_weights", "whole"), ("save_weights_for_sampler", "bare")):
             self.result(self.post(f"/{verb}", {"model_id": self.model_id, "path": path}, of="ada"))
+        body = {"base_model": "tiny", "lora_config": lora}
+        self.upload_id = self.post("/external_weights_upload_start", body, of="ada").json()["upload_id"]
         self.sampler_id = "mine:sample:0"
         body = {"session_id": "mine", "sampling_session_seq_id": 0, "model_path": self.path("bare")}
         assert self.post("/create_sampling_session", body, of="ada").status_code == 200
@@ -551,6 +553,7 @@ def bodies(target: Target) -> dict[str, dict[str, Any]]:
         "save_weights": {**model, "path": "whole"},
         "save_weights_for_sampler": {**model, "sampling_session_seq_id": 1},
         "save_weights_external": {**model, "path": "out"},
+        "external_weights_upload_finish": {"upload_id": target.upload_id},
         "load_weights": {**model, "path": whole, "optimizer": True},
         "weights_info": {"tinker_path": whole},
         "copy_weights": {"source_path": whole},
@@ -568,8 +571,10 @@ def bodies(target: Target) -> dict[str, dict[str, Any]]:
 OPEN = {"healthz", "client/config", "client/dynamic_config", "auth/token", "telemetry", "get_server_capabilities"}
 OWN = {  # the caller's own
     "checkpoints",
+    "checkpoints/search",
     "checkpoints/upload",
     "create_session",
+    "external_weights_upload_start",
     "models",
     "sessions",
     "training_runs",
@@ -583,12 +588,13 @@ def test_owners_cannot_read_or_change_others_resources(target: Target) -> None:
     for whole, route in routes():
         name = re.sub("^/(oai/)?api/v1/", "", whole)
         owned = {"samplers/{id}": target.sampler_id, "sessions/{id}": "mine", "sessions/{id}/finish": "mine"}
+        owned["uploads/{id}/{file}"] = target.upload_id
         path = whole.format(**ids, id=owned.get(name, target.model_id))
         assert name in given or "POST" not in route.methods or name in OPEN | OWN or "{" in name, (
             f"{name}: say its body"
         )
         for method in route.methods:
-            query = "?expires=99999999999&signature=x" if name.startswith("downloads") else ""
+            query = "?expires=99999999999&signature=x" if name.startswith(("downloads", "uploads")) else ""
             if name not in OPEN:
                 keyless = target.try_request(method, path + query, given.get(name), of="nobody")
                 assert keyless.status_code in (401, 403), (method, path, keyless.text)
@@ -618,7 +624,7 @@ def stored_state(target: Target) -> list[Any]:
 def test_the_owner_may_send_the_same_requests(target: Target) -> None:
     """Otherwise the test above would prove nothing."""
     for name, body in bodies(target).items():
-        if "{" in name or name in ("unload_model", "train_step"):
+        if "{" in name or name in ("unload_model", "train_step", "external_weights_upload_finish"):
             continue
         prefix = "/oai/api/v1" if "completions" in name else ""
         if prefix:

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from palestra.service.server.api_keys import ApiKeys
 from palestra.service.storage.store import Store
-from palestra.service.storage.tables import TableRow, checkpoints, models, samplers, sessions
+from palestra.service.storage.tables import TableRow, checkpoints, models, samplers, sessions, uploads
 from palestra.service.storage.wakeup import WakeupSocket
 from palestra.service.storage.weight_store import TinkerPath, WeightStore
 from palestra.service.wire.schemas.wire_model import BadRequest
@@ -97,6 +97,10 @@ class ServiceContext:
     def sampler(self, owner: str, id: str) -> TableRow:
         """Returns the owner's sampler. Raises BadRequest (404) if there is none."""
         return self._own(samplers, owner, id, "sampler")
+
+    def upload(self, owner: str, id: str) -> TableRow:
+        """Returns the owner's upload. Raises BadRequest (404) if there is none or it has expired."""
+        return self._own(uploads, owner, id, "upload")
 
     def checkpoint(self, owner: str, path: str | TinkerPath, *, to_change: bool = False) -> TableRow:
         """Returns the checkpoint at a tinker:// path that `owner` may read, or owns if `to_change` is true. Raises

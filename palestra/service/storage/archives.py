@@ -18,8 +18,9 @@ from typing import Any, BinaryIO
 from safetensors import SafetensorError, safe_open
 
 from palestra.engine.bases.names import model_without_weights
-from palestra.engine.lora.adapters import find_linear_layers, layer_shape
+from palestra.engine.lora.adapters import find_linear_layers, is_in_layer, layer_shape
 from palestra.engine.training.peft_format import PEFT_PREFIX, check_plain_lora
+from palestra.service.wire.jobs import LoraSettings
 from palestra.service.wire.schemas.requests import MAX_EXACT_INT, MAX_RANK
 from palestra.service.wire.schemas.wire_model import BadRequest
 
@@ -166,6 +167,17 @@ def _check_shapes(found: dict[str, tuple[int, ...]], rank: int, shapes: dict[str
     if wrong:
         raise BadRequest(f"{WEIGHTS_FILE} does not fit the base: see {_quote(wrong[0][0])}")
     return sorted(names)
+
+
+def lora_targets(linear_layers: Iterable[str], lora: LoraSettings) -> list[str]:
+    """Returns the names of the linear layers that the three switches select."""
+
+    def is_selected(name: str) -> bool:
+        if not is_in_layer(name):
+            return lora.train_unembed
+        return lora.train_attn if "attn" in name or "attention" in name else lora.train_mlp
+
+    return [name for name in linear_layers if is_selected(name)]
 
 
 @lru_cache(maxsize=64)

@@ -30,12 +30,14 @@ from palestra.service.storage.tables import (
     samplers,
     sessions,
     update_row,
+    uploads,
 )
 
 RequestState = Literal["queued", "taken", "done", "failed"]
 ResultKind = Literal["json", "forward_backward", "sample"]
 ErrorCategory = Literal["user", "server", "unknown"]
 ANSWER_TTL_S = 24 * 3600.0  # seconds for which an answer can be read
+UPLOAD_GRACE_S = 3600.0  # seconds for which an upload is kept after its URLs have expired: a file may be under way
 ANSWER_STEP_S = 1e-5  # seconds between answers at the same time: cursors of pollers have microseconds
 ANSWERS_LOCK_KEY = 0x70616C  # of PostgreSQL's advisory lock
 MAX_TAKES = 4  # worker deaths after which a request fails
@@ -246,18 +248,19 @@ class Store:
         return -1 if found is None else int(found)
 
     def expire(self, now: float) -> None:
-        """Deletes answers that are older than a day, expired checkpoints, and samplers of sessions that were unused for
-        a day. `now` is in seconds since 1970."""
+        """Deletes answers that are older than a day, expired checkpoints and uploads, and samplers of sessions that
+        were unused for a day. `now` is in seconds since 1970."""
         over = sql.select(sessions.c.id).where(sessions.c.seen < now - ANSWER_TTL_S)
         self._write(
             sql.delete(requests).where(requests.c.finished < now - ANSWER_TTL_S),
             sql.delete(checkpoints).where(checkpoints.c.expires < now),
             sql.delete(samplers).where(samplers.c.session.in_(over)),
+            sql.delete(uploads).where(uploads.c.expires < now - UPLOAD_GRACE_S),
         )
 
     def referenced_folders(self) -> set[str]:
         """Returns all folders of the weight store that a row refers to."""
-        columns = (checkpoints.c.folder, samplers.c.folder, models.c.saved)
+        columns = (checkpoints.c.folder, samplers.c.folder, models.c.saved, uploads.c.folder)
         return {name for column in columns for name in self._values(sql.select(column)) if name}
 
     # -- rows of the other tables --------------------------------------------------------------------------------------
@@ -286,8 +289,9 @@ class Store:
     def find(
         self, table: sql.Table, *where: sql.ColumnElement[bool], limit: int = 1000, offset: int = 0
     ) -> list[TableRow]:
-        """Returns matching rows, newest first."""
-        query = sql.select(table).where(*where).order_by(table.c.created.desc()).limit(limit).offset(offset)
+        """Returns matching rows, newest first, and those of one time by their primary key."""
+        order = [column.desc() for column in (table.c.created, *table.primary_key)]
+        query = sql.select(table).where(*where).order_by(*order).limit(limit).offset(offset)
         return self.database.read(lambda connection: list(connection.execute(query).all()))
 
     def count(self, table: sql.Table, *where: sql.ColumnElement[bool]) -> int:

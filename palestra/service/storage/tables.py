@@ -65,6 +65,19 @@ checkpoints = sql.Table(
     sql.Column("public", sql.Boolean, nullable=False),
     sql.Column("info", sql.JSON, nullable=False),
 )
+# Started uploads of external weights; `folder` of the weight store is there once a file has arrived.
+uploads = sql.Table(
+    "uploads",
+    meta,
+    sql.Column("id", _id, primary_key=True),
+    sql.Column("owner", sql.String(200), nullable=False),
+    sql.Column("base", _id, nullable=False),
+    sql.Column("lora", sql.JSON, nullable=False),
+    sql.Column("info", sql.JSON, nullable=False),
+    sql.Column("folder", sql.Text, nullable=False),
+    sql.Column("created", sql.Float, nullable=False),
+    sql.Column("expires", sql.Float, nullable=False),  # time until which its URLs are valid
+)
 requests = sql.Table(
     "requests",
     meta,

@@ -20,12 +20,13 @@ import sqlalchemy as sql
 from safetensors.torch import load_file, save_file
 
 from palestra.engine.bases.model import Engine
-from palestra.engine.lora.adapters import Adapter, Snapshot, is_in_layer
+from palestra.engine.lora.adapters import Adapter, Snapshot
 from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.engine.training.checkpoints import load_training_state, save_training_state
 from palestra.engine.training.peft_format import load_adapter, save_adapter
+from palestra.service.storage.archives import lora_targets
 from palestra.service.storage.store import Store
 from palestra.service.storage.tables import TableRow, models, update_row
 from palestra.service.storage.weight_store import WeightStore
@@ -220,19 +221,8 @@ def new_trainer(engine: Engine, lora: LoraSettings, id: str) -> AdapterWeights:
     seed = (
         int.from_bytes(hashlib.blake2b(id.encode(), digest_size=7).digest(), "big") if lora.seed is None else lora.seed
     )
-    config = LoraConfig(rank=lora.rank, alpha=lora.alpha, target_modules=lora_targets(engine, lora))
+    config = LoraConfig(rank=lora.rank, alpha=lora.alpha, target_modules=lora_targets(engine.linear_layers, lora))
     return AdapterWeights(engine, Adapter(engine.linear_layers, config, seed=seed))
-
-
-def lora_targets(engine: Engine, lora: LoraSettings) -> list[str]:
-    """Returns the names of the linear layers that the three switches select."""
-
-    def is_selected(name: str) -> bool:
-        if not is_in_layer(name):
-            return lora.train_unembed
-        return lora.train_attn if "attn" in name or "attention" in name else lora.train_mlp
-
-    return [name for name in engine.linear_layers if is_selected(name)]
 
 
 def save_state(folder: Path, live_model: LiveModel) -> None:

@@ -1,7 +1,8 @@
-"""Routes for downloading weights, as archives or single files at signed URLs, and for uploading archives."""
+"""Routes for downloading and uploading weights, as archives or as single files at signed URLs."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -9,7 +10,7 @@ import uuid
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -17,21 +18,42 @@ from fastapi.responses import FileResponse, RedirectResponse, StreamingResponse
 from starlette.datastructures import UploadFile
 from starlette.types import Message
 
-from palestra.core.files import TEMPORARY_PREFIX
-from palestra.service.server.deps import ContextDep, OwnerDep, body_too_long
+from palestra.core.files import TEMPORARY_PREFIX, fsync_path
+from palestra.service.server.deps import ContextDep, JsonBody, OwnerDep, body_too_long
 from palestra.service.server.routes.checkpoints import CHECKPOINT_ROUTE, checkpoint_path
+from palestra.service.server.routes.models import lora_settings
 from palestra.service.server.state import BaseInfo, ServiceContext
-from palestra.service.storage.archives import check_adapter, layer_shapes, pack_archive, read_config, unpack_archive
-from palestra.service.storage.tables import TableRow, checkpoints
+from palestra.service.storage.archives import (
+    CONFIG_FILE,
+    MAX_CONFIG_BYTES,
+    WEIGHTS_FILE,
+    check_adapter,
+    layer_shapes,
+    lora_targets,
+    pack_archive,
+    read_config,
+    unpack_archive,
+)
+from palestra.service.storage.tables import TableRow, checkpoints, delete_row, uploads
 from palestra.service.storage.weight_store import TinkerPath
 from palestra.service.wire.jobs import LoraSettings
-from palestra.service.wire.schemas.responses import ExternalWeightsUrlsResponse
-from palestra.service.wire.schemas.weights import MANIFEST
+from palestra.service.wire.schemas.responses import (
+    ExternalWeightsUploadFinishResponse,
+    ExternalWeightsUploadStartResponse,
+    ExternalWeightsUrlsResponse,
+)
+from palestra.service.wire.schemas.weights import (
+    MANIFEST,
+    ExternalWeightsUploadFinishRequest,
+    ExternalWeightsUploadStartRequest,
+)
 from palestra.service.wire.schemas.wire_model import BadRequest
 
 router = APIRouter()
 ARCHIVE_NAME = "archive.tar.gz"
 URL_TTL_S = 3600  # seconds for which a URL is valid
+Expires = Annotated[int, Query(ge=0, le=2**40)]
+Signature = Annotated[str, Query(max_length=200)]
 
 
 @router.get(f"{CHECKPOINT_ROUTE}/archive", status_code=302)
@@ -55,9 +77,20 @@ def external_weights_urls(
 
 
 def _address(request: Request, ctx: ServiceContext, row: TableRow, file: str, expires: int) -> str:
-    where = f"{row.path.removeprefix('tinker://')}/{file}"
-    signature = ctx.keys.sign(f"{where} {row.folder} {expires}")
-    return f"{str(request.base_url).rstrip('/')}/api/v1/downloads/{where}?expires={expires}&signature={signature}"
+    return _sign_url(request, ctx, f"downloads/{row.path.removeprefix('tinker://')}/{file}", row.folder, expires)
+
+
+def _sign_url(request: Request, ctx: ServiceContext, where: str, folder: str, expires: int) -> str:
+    signature = ctx.keys.sign(f"{where} {folder} {expires}")
+    return f"{str(request.base_url).rstrip('/')}/api/v1/{where}?expires={expires}&signature={signature}"
+
+
+def _check_url(ctx: ServiceContext, where: str, row: TableRow | None, expires: int, signature: str) -> TableRow:
+    """Returns the row to whose folder a signed URL leads. Raises BadRequest (403) if the URL is not valid."""
+    good = row is not None and ctx.keys.is_signed(f"{where} {row.folder} {expires}", signature)
+    if row is None or not good or expires < time.time():
+        raise BadRequest("this address is invalid or has expired: request a new one", 403)
+    return row
 
 
 def _files(ctx: ServiceContext, row: TableRow) -> list[Path]:
@@ -72,15 +105,13 @@ def download(
     name: str,
     file: str,
     ctx: ContextDep,
-    expires: Annotated[int, Query(ge=0, le=2**40)],
-    signature: Annotated[str, Query(max_length=200)],
+    expires: Expires,
+    signature: Signature,
 ) -> Response:
     """Sends a file at a signed URL, which is valid until it expires and only for the weights for which it was
     issued."""
-    row = ctx.store.get(checkpoints, str(TinkerPath.parse(checkpoint_path(run, kind, name))))
-    good = row is not None and ctx.keys.is_signed(f"{run}/{kind}/{name}/{file} {row.folder} {expires}", signature)
-    if row is None or not good or expires < time.time():
-        raise BadRequest("this address is invalid or has expired: request a new one", 403)
+    found_row = ctx.store.get(checkpoints, str(TinkerPath.parse(checkpoint_path(run, kind, name))))
+    row = _check_url(ctx, f"downloads/{run}/{kind}/{name}/{file}", found_row, expires, signature)
     files = _files(ctx, row)
     if file == ARCHIVE_NAME:
         return StreamingResponse(pack_archive(files), media_type="application/gzip")
@@ -123,13 +154,17 @@ def _take_in(ctx: ServiceContext, owner: str, file: BinaryIO, named: str | None)
         unpacked = Path(temporary)
         unpack_archive(file, unpacked, ctx.limits.upload)
         base = ctx.base(named) if named else _base_of(ctx, unpacked)
-        rank, alpha, layers = check_adapter(unpacked, layer_shapes(base.path))
-        folder, size = ctx.weight_store.write(lambda place: _move(unpacked, place))
-    path = TinkerPath(f"upload-{uuid.uuid4().hex[:16]}", "sampler", "uploaded")
-    names = {"path": str(path), "owner": owner, "run": path.run, "kind": path.kind, "base": base.name}
-    values = {"lora": _lora(rank, alpha, layers).model_dump(), "size": size, "created": time.time(), "expires": None}
-    ctx.store.insert(checkpoints, **names, **values, folder=folder, public=False, info={})
+        lora = _lora(*check_adapter(unpacked, layer_shapes(base.path)))
+        path = TinkerPath(f"upload-{uuid.uuid4().hex[:16]}", "sampler", "uploaded")
+        _add_checkpoint(ctx, path, unpacked, owner=owner, base=base.name, lora=lora.model_dump(), info={})
     return path
+
+
+def _add_checkpoint(ctx: ServiceContext, path: TinkerPath, adapter: Path, **values: Any) -> None:
+    """Moves the files in the folder `adapter` to the weight store, as a checkpoint at `path` if there is none."""
+    folder, size = ctx.weight_store.write(lambda place: _move(adapter, place))
+    values |= {"path": str(path), "run": path.run, "kind": path.kind, "folder": folder, "size": size}
+    ctx.store.insert(checkpoints, **values, created=time.time(), expires=None, public=False)
 
 
 def _move(source: Path, target: Path) -> None:
@@ -151,3 +186,89 @@ def _lora(rank: int, alpha: float, layers: list[str]) -> LoraSettings:
     head = "lm_head" in layers
     mlp = any("mlp" in name for name in layers)
     return LoraSettings(rank=rank, alpha=alpha, train_attn=attn, train_mlp=mlp, train_unembed=head)
+
+
+@router.post("/external_weights_upload_start")
+def start_upload(
+    call: JsonBody[ExternalWeightsUploadStartRequest], request: Request, ctx: ContextDep, owner: OwnerDep
+) -> ExternalWeightsUploadStartResponse:
+    """Returns a signed URL for each file of an adapter, in the format of `save_weights_external`."""
+    base = ctx.base(call.base_model)
+    lora = lora_settings(call.lora_config).model_dump()
+    id = uuid.uuid4().hex
+    folder = uuid.uuid4().hex
+    now = int(time.time())
+    expires = now + URL_TTL_S
+    info = {"base_model": call.base_model, "project": call.destination_project_id}
+    values = {"owner": owner, "base": base.name, "lora": lora, "info": info, "created": now, "expires": expires}
+    ctx.store.insert(uploads, id=id, folder=folder, **values)
+    names = (CONFIG_FILE, WEIGHTS_FILE)
+    urls = {name: _sign_url(request, ctx, f"uploads/{id}/{name}", folder, expires) for name in names}
+    return ExternalWeightsUploadStartResponse(upload_id=id, urls=urls, expires=datetime.fromtimestamp(expires, UTC))
+
+
+@router.put("/uploads/{id}/{file}")
+async def put_file(
+    id: str, file: str, request: Request, ctx: ContextDep, expires: Expires, signature: Signature
+) -> Response:
+    """Stores a file that is sent to its signed URL; sent again, it replaces the earlier one."""
+    found = await run_in_threadpool(ctx.store.get, uploads, id)
+    upload = _check_url(ctx, f"uploads/{id}/{file}", found, expires, signature)
+    folder = ctx.weight_store.root / upload.folder
+    folder.mkdir(exist_ok=True)
+    limit = MAX_CONFIG_BYTES if file == CONFIG_FILE else ctx.limits.upload
+    with tempfile.TemporaryDirectory(dir=folder, prefix=TEMPORARY_PREFIX) as temporary:
+        arriving = Path(temporary, file)
+        with arriving.open("wb") as target:
+            async for chunk in _limit_body(request, limit).stream():
+                await run_in_threadpool(target.write, chunk)
+        await run_in_threadpool(_replace_file, arriving, folder / file)
+    return Response()
+
+
+def _replace_file(source: Path, target: Path) -> None:
+    """Moves a file to `target` once it is on disk. Raises BadRequest if it took so long to arrive that its upload was
+    removed."""
+    try:
+        fsync_path(source)
+        os.replace(source, target)
+        fsync_path(target.parent)
+    except FileNotFoundError:
+        raise BadRequest("the upload expired while this file was under way: start a new one", 403) from None
+
+
+@router.post("/external_weights_upload_finish")
+def finish_upload(
+    call: JsonBody[ExternalWeightsUploadFinishRequest], ctx: ContextDep, owner: OwnerDep
+) -> ExternalWeightsUploadFinishResponse:
+    """Makes a checkpoint of the files of an upload. A repeated request returns the same path."""
+    path = TinkerPath(f"upload-{call.upload_id}", "external", "uploaded")
+    done = ctx.store.get(checkpoints, str(path))
+    if done is None or done.owner != owner:
+        upload = ctx.upload(owner, call.upload_id)
+        _finish(ctx, upload, path)
+        ctx.store.apply_updates([delete_row(uploads, upload.id)])
+    return ExternalWeightsUploadFinishResponse(tinker_path=str(path))
+
+
+def _finish(ctx: ServiceContext, upload: TableRow, path: TinkerPath) -> None:
+    """Adds the checkpoint. Raises BadRequest unless the files are an adapter with the settings that were announced."""
+    shapes = layer_shapes(ctx.base_of(upload).path)
+    lora = LoraSettings.model_validate(upload.lora)
+    with tempfile.TemporaryDirectory(dir=ctx.weight_store.root, prefix=TEMPORARY_PREFIX) as temporary:
+        # copies: a file may be sent again meanwhile, and if the files are refused or the server dies, they are there
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            try:
+                shutil.copyfile(ctx.weight_store.root / upload.folder / name, Path(temporary, name))
+            except FileNotFoundError:
+                raise BadRequest(f"{name} has not arrived: send it to its URL by PUT, then finish again") from None
+        rank, alpha, layers = check_adapter(Path(temporary), shapes)
+        wanted = sorted(lora_targets(shapes, lora))
+        if (rank, alpha, layers) != (lora.rank, lora.alpha, wanted):
+            other = "".join(f" (see {name})" for name in sorted(set(layers) ^ set(wanted))[:1])
+            raise BadRequest(
+                f"the files have rank {rank}, lora_alpha {alpha:g} and {len(layers)} layers{other}, not {lora.rank}, "
+                f"{lora.alpha:g} and {len(wanted)} as their upload was started: send others, or start another upload"
+            )
+        values = {name: getattr(upload, name) for name in ("owner", "base", "lora", "info")}
+        _add_checkpoint(ctx, path, Path(temporary), **values)

@@ -20,6 +20,7 @@ from palestra.service.storage.weight_store import KIND_SEGMENTS, TinkerPath
 from palestra.service.wire.jobs import SaveJob
 from palestra.service.wire.schemas.responses import (
     Checkpoint,
+    CheckpointSearchResponse,
     CheckpointsListResponse,
     CopyWeightsResponse,
     Cursor,
@@ -29,6 +30,8 @@ from palestra.service.wire.schemas.responses import (
     WeightsInfoResponse,
 )
 from palestra.service.wire.schemas.weights import (
+    CheckpointSearchCursor,
+    CheckpointSearchRequest,
     CopyWeightsRequest,
     LoadWeightsRequest,
     SaveWeightsExternalRequest,
@@ -40,6 +43,7 @@ from palestra.service.wire.schemas.weights import (
 from palestra.service.wire.schemas.wire_model import BadRequest, parse_body
 
 router = APIRouter()
+SEARCH_BLOCK = 500  # rows that a search reads at once
 CHECKPOINT_ROUTE = "/training_runs/{run}/checkpoints/{kind}/{name}"  # a checkpoint's id, "weights/step-10", has a slash
 KINDLESS_ROUTE = "/training_runs/{run}/checkpoints/{id}"  # rejected: training and sampling weights may share a name
 
@@ -142,11 +146,15 @@ def training_runs(
     """Lists the owner's training runs, newest first."""
     mine = [models.c.owner == owner]
     if project_id is not None:
-        project = sessions.c.info["project"].as_string()
-        mine.append(models.c.session.in_(sql.select(sessions.c.id).where(project == project_id)))
+        mine.append(_in_projects([project_id]))
     rows = ctx.store.find(models, *mine, limit=limit, offset=offset)
     cursor = Cursor(offset=offset, limit=limit, total_count=ctx.store.count(models, *mine))
     return TrainingRunsResponse(training_runs=[_run(ctx, row) for row in rows], cursor=cursor)
+
+
+def _in_projects(ids: list[str]) -> sql.ColumnElement[bool]:
+    """Returns the condition that a model's session is in one of the projects."""
+    return models.c.session.in_(sql.select(sessions.c.id).where(sessions.c.info["project"].as_string().in_(ids)))
 
 
 @router.get("/training_runs/{run}")
@@ -165,7 +173,7 @@ def _own_run(ctx: ServiceContext, owner: str, run: str) -> TableRow:
 def _run(ctx: ServiceContext, row: TableRow) -> TrainingRun:
     def last(kind: str) -> Checkpoint | None:
         found = ctx.store.find(checkpoints, checkpoints.c.run == row.id, checkpoints.c.kind == kind, _alive(), limit=1)
-        return _checkpoint_reply(found[0]) if found else None
+        return _checkpoint_reply(ctx, found[0]) if found else None
 
     return TrainingRun(
         training_run_id=row.id,
@@ -186,7 +194,9 @@ def run_checkpoints(run: str, ctx: ContextDep, owner: OwnerDep) -> CheckpointsLi
     """Lists the checkpoints of a run."""
     _own_run(ctx, owner, run)
     return CheckpointsListResponse(
-        checkpoints=[_checkpoint_reply(row) for row in ctx.store.find(checkpoints, checkpoints.c.run == run, _alive())]
+        checkpoints=[
+            _checkpoint_reply(ctx, row) for row in ctx.store.find(checkpoints, checkpoints.c.run == run, _alive())
+        ]
     )
 
 
@@ -198,14 +208,67 @@ def all_checkpoints(
     mine = (checkpoints.c.owner == owner, _alive())
     rows = ctx.store.find(checkpoints, *mine, limit=limit, offset=offset)
     cursor = Cursor(offset=offset, limit=limit, total_count=ctx.store.count(checkpoints, *mine))
-    return CheckpointsListResponse(checkpoints=[_checkpoint_reply(row) for row in rows], cursor=cursor)
+    return CheckpointsListResponse(checkpoints=[_checkpoint_reply(ctx, row) for row in rows], cursor=cursor)
+
+
+@router.post("/checkpoints/search")
+def search_checkpoints(
+    call: JsonBody[CheckpointSearchRequest], ctx: ContextDep, owner: OwnerDep
+) -> CheckpointSearchResponse:
+    """Lists the owner's checkpoints that match, newest first."""
+    matching = [checkpoints.c.owner == owner, _alive()]
+    if call.project_ids is not None:
+        # of a run, or given when the checkpoint was copied or uploaded
+        run = checkpoints.c.run.in_(sql.select(models.c.id).where(_in_projects(call.project_ids)))
+        matching.append(sql.or_(run, checkpoints.c.info["project"].as_string().in_(call.project_ids)))
+    if call.checkpoint_type is not None:
+        matching.append(checkpoints.c.kind == call.checkpoint_type)
+    if call.base_models is not None:
+        named = set(call.base_models)
+        bases = {base.name for base in ctx.bases.values() if not named.isdisjoint(base.public_names)}
+        used = checkpoints.c.info["base_model"].as_string().in_(named)
+        matching.append(sql.or_(checkpoints.c.base.in_(bases | named), used))
+    rows = _find_page(ctx, matching, call)
+    page = rows[: call.limit]
+    cursor = None
+    if len(rows) > call.limit:
+        cursor = CheckpointSearchCursor(last_created_at=_time(page[-1].created), last_checkpoint_uuid=page[-1].path)
+    return CheckpointSearchResponse(checkpoints=[_checkpoint_reply(ctx, row) for row in page], next_cursor=cursor)
+
+
+def _find_page(
+    ctx: ServiceContext, matching: list[sql.ColumnElement[bool]], call: CheckpointSearchRequest
+) -> list[TableRow]:
+    """Returns the rows of a page, and one more if there are more. Metadata are compared here, since databases differ in
+    which names they find in JSON."""
+    where = list(matching)
+    if call.cursor is not None:
+        last = ctx.store.get(checkpoints, call.cursor.last_checkpoint_uuid)
+        when = call.cursor.last_created_at
+        # a row has fractions of a microsecond, which the cursor has not
+        created = last.created if last is not None and _time(last.created) == when else when.timestamp()
+        where.append(_is_older(created, call.cursor.last_checkpoint_uuid))
+    page: list[TableRow] = []
+    while len(page) <= call.limit:
+        rows = ctx.store.find(checkpoints, *where, limit=SEARCH_BLOCK)
+        wanted = call.user_metadata.items()
+        page += [row for row in rows if wanted <= (row.info.get("user_metadata") or {}).items()]
+        if len(rows) < SEARCH_BLOCK:
+            break
+        where = [*matching, _is_older(rows[-1].created, rows[-1].path)]
+    return page[: call.limit + 1]
+
+
+def _is_older(created: float, path: str) -> sql.ColumnElement[bool]:
+    """Returns the condition that a checkpoint follows this one in lists, which have the newest first."""
+    return sql.tuple_(checkpoints.c.created, checkpoints.c.path) < sql.tuple_(sql.literal(created), sql.literal(path))
 
 
 def _alive() -> sql.ColumnElement[bool]:
     return sql.or_(checkpoints.c.expires.is_(None), checkpoints.c.expires > time.time())
 
 
-def _checkpoint_reply(row: TableRow) -> Checkpoint:
+def _checkpoint_reply(ctx: ServiceContext, row: TableRow) -> Checkpoint:
     return Checkpoint(
         checkpoint_id=TinkerPath.parse(row.path).id,
         checkpoint_type=row.kind,
@@ -215,6 +278,7 @@ def _checkpoint_reply(row: TableRow) -> Checkpoint:
         public=row.public,
         user_metadata=row.info.get("user_metadata") or None,
         expires_at=_time(row.expires) if row.expires else None,
+        base_model=client_base_name(ctx, row),
     )
 
 
@@ -293,8 +357,9 @@ def copy_weights(
     seed = f"{owner} {unique}" if call.session_id is None or call.model_seq_id is None else f"{owner} {slot}"
     run = f"copy-{hashlib.blake2b(seed.encode(), digest_size=8).hexdigest()}"
     path = TinkerPath(run, source.kind, TinkerPath.parse(source.path).name)
-    kept = {name: getattr(source, name) for name in ("kind", "base", "lora", "folder", "size", "info")}
+    kept = {name: getattr(source, name) for name in ("kind", "base", "lora", "folder", "size")}
     own = {"path": str(path), "owner": owner, "run": run, "created": time.time(), "public": False}
+    own["info"] = source.info | {"project": call.destination_project_id}
     if not ctx.store.insert(checkpoints, **kept, **own, expires=_expires(call.ttl_seconds)):
         there = ctx.checkpoint(owner, path)
         if there.folder != source.folder:

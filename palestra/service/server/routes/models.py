@@ -21,7 +21,7 @@ from palestra.service.server.state import BaseInfo, ServiceContext
 from palestra.service.storage.tables import models, sessions
 from palestra.service.wire import codec
 from palestra.service.wire.jobs import LoadJob, LoraSettings, TrainJob
-from palestra.service.wire.schemas.requests import CreateModelRequest, ModelRequest, OptimStepRequest
+from palestra.service.wire.schemas.requests import CreateModelRequest, LoraConfig, ModelRequest, OptimStepRequest
 from palestra.service.wire.schemas.responses import GetInfoResponse, ModelData, UntypedAPIFuture
 from palestra.service.wire.schemas.weights import LoadWeightsRequest
 from palestra.service.wire.schemas.wire_model import BadRequest, parse_body
@@ -39,14 +39,20 @@ def create_model(
     if call.rollout_correction_config:
         raise BadRequest("rollout_correction_config is not served here: correct with loss inputs, such as weights")
     base = ctx.base(call.base_model)
-    lora = LoraSettings(**call.lora_config.model_dump()) if call.lora_config else LoraSettings()
-    if not (lora.train_mlp or lora.train_attn or lora.train_unembed):
-        raise BadRequest("lora_config trains nothing: leave train_mlp, train_attn or train_unembed on")
+    lora = lora_settings(call.lora_config)
     touch_session(ctx, owner, call.session_id)
     info = {"base_model": call.base_model, "user_metadata": metadata_as_text(call.user_metadata)}
     id = _slot(ctx, owner, call.session_id, call.model_seq_id, base, lora, info)
     request = queue.submit(owner, "create_model", b"{}", key=f"create:{id}", model=id, seq=0)
     return UntypedAPIFuture(request_id=request, model_id=id)
+
+
+def lora_settings(config: LoraConfig | None) -> LoraSettings:
+    """Returns a client's adapter settings. Raises BadRequest if they adapt nothing."""
+    lora = LoraSettings(**config.model_dump()) if config else LoraSettings()
+    if not (lora.train_mlp or lora.train_attn or lora.train_unembed):
+        raise BadRequest("lora_config trains nothing: leave train_mlp, train_attn or train_unembed on")
+    return lora
 
 
 def create_from_checkpoint(

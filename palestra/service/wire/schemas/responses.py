@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Literal
 
 from palestra.service.wire.schemas.requests import OptimizerConfig
+from palestra.service.wire.schemas.weights import CheckpointSearchCursor
 from palestra.service.wire.schemas.wire_model import WireModel
 
 # Bootstrap, sessions, telemetry
@@ -198,6 +199,7 @@ class Checkpoint(WireModel):
     public: bool = False
     user_metadata: dict[str, str] | None = None
     expires_at: datetime | None = None
+    base_model: str | None = None
 
 
 class Cursor(WireModel):
@@ -215,11 +217,32 @@ class CheckpointsListResponse(WireModel):
     cursor: Cursor | None = None
 
 
+class CheckpointSearchResponse(WireModel):
+    """A page of checkpoints, newest first. `next_cursor` null: there are no more."""
+
+    checkpoints: list[Checkpoint]
+    next_cursor: CheckpointSearchCursor | None = None
+
+
 class ExternalWeightsUrlsResponse(WireModel):
     """Signed download URLs by file name, valid until `expires`."""
 
     urls: dict[str, str]
     expires: datetime
+
+
+class ExternalWeightsUploadStartResponse(WireModel):
+    """Signed URLs by file name, to which the files are sent by PUT, valid until `expires`."""
+
+    upload_id: str
+    urls: dict[str, str]
+    expires: datetime
+
+
+class ExternalWeightsUploadFinishResponse(WireModel):
+    """Path of the checkpoint that holds the uploaded weights."""
+
+    tinker_path: str
 
 
 class TrainingRun(WireModel):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AwareDatetime, Field, model_validator
 
 from palestra.service.wire.schemas.requests import (
     MAX_ENTRIES,
     CheckpointName,
     Finite,
     Id,
+    LoraConfig,
     Metadata,
     OptimizerConfig,
     SeqId,
@@ -64,6 +65,20 @@ class SaveWeightsExternalRequest(WireModel):
     age_encryption_recipients: Annotated[list[str], Field(max_length=MAX_ENTRIES)] | None = None
 
 
+class ExternalWeightsUploadStartRequest(WireModel):
+    """Body of `/external_weights_upload_start`: the base and adapter settings of the weights to come."""
+
+    base_model: Id
+    lora_config: LoraConfig
+    destination_project_id: Id | None = None
+
+
+class ExternalWeightsUploadFinishRequest(WireModel):
+    """Body of `/external_weights_upload_finish`."""
+
+    upload_id: Id
+
+
 class LoadWeightsRequest(WireModel):
     """Body of `/load_weights`: loads into an existing model (`model_id`), or creates the model from the checkpoint
     (`session_id` and `model_seq_id`)."""
@@ -103,6 +118,38 @@ class CopyWeightsRequest(WireModel):
     destination_project_id: Id | None = None
     ttl_seconds: Ttl | None = None
     weights_access_token: str | None = None
+
+
+class SearchOwner(WireModel):
+    """Whose checkpoints are searched. A key may list its own only, so that "accessible" and "own" are the same."""
+
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: Annotated[list[str], Field(max_length=MAX_ENTRIES)] | None = None
+
+    @model_validator(mode="after")
+    def _check_own(self) -> Self:
+        if self.type == "user" or self.owner_urns:
+            raise ValueError('users have no URN here, and a key lists its own checkpoints only: send {"type": "own"}')
+        return self
+
+
+class CheckpointSearchCursor(WireModel):
+    """The last checkpoint of a page, after which the next one starts. The uuid is the checkpoint's path here."""
+
+    last_created_at: AwareDatetime
+    last_checkpoint_uuid: TinkerPathText
+
+
+class CheckpointSearchRequest(WireModel):
+    """Body of `/checkpoints/search`. Every filter must hold; null matches everything, an empty list nothing."""
+
+    project_ids: Annotated[list[Id], Field(max_length=MAX_ENTRIES)] | None = None
+    user_metadata: Annotated[dict[str, str], Field(max_length=MAX_ENTRIES)] = {}
+    checkpoint_type: Literal["training", "sampler", "external"] | None = None
+    owner: SearchOwner = SearchOwner()
+    base_models: Annotated[list[Id], Field(max_length=MAX_ENTRIES)] | None = None
+    limit: Annotated[int, Field(ge=1, le=200)] = 50
+    cursor: CheckpointSearchCursor | None = None
 
 
 class TtlRequest(WireModel):
