@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from palestra.core.losses import LossInputs, TensorMetrics
 from palestra.core.types import Metrics, RolloutBatch
@@ -139,6 +139,8 @@ class ActorCriticLearner(NetLearner):
         self.has_value_output = config.aux_value_coef > 0
         super().__init__(spec)
         self.critics = [self._critic(seat_mapping) for seat_mapping in self._critic_seat_mappings(spec.seats)]
+        self.register_critics()
+        self.extra_modules |= {f"value_norm.{i}": critic.norm for i, critic in enumerate(self.critics) if critic.norm}
 
     trains_teams = True
     value_output_metric = "auxiliary_loss"  # the loss of the value output of policies' networks
@@ -154,6 +156,10 @@ class ActorCriticLearner(NetLearner):
         for name, own in seats.items():
             mappings += super().seat_mappings({name: own})
         return mappings
+
+    def register_critics(self) -> None:
+        """Adds the networks of the critics to the training state."""
+        self.register("critic", [one.net for one in self.critics], [one.optimizer for one in self.critics])
 
     def _critic_seat_mappings(self, seats: dict[str, list[int]]) -> list[SeatMapping]:
         """Returns the seat mapping of each critic: which seats share its networks."""
@@ -392,13 +398,6 @@ class ActorCriticLearner(NetLearner):
         )
 
     # ---- state
-
-    def modules(self) -> dict[str, nn.Module]:
-        norms = {f"value_norm.{i}": critic.norm for i, critic in enumerate(self.critics) if critic.norm}
-        return super().modules() | {f"critic.{i}": critic.net for i, critic in enumerate(self.critics)} | norms
-
-    def optimizers(self) -> dict[str, StackedOptimizer]:
-        return super().optimizers() | {f"critic_adam.{i}": critic.optimizer for i, critic in enumerate(self.critics)}
 
     def state_arrays(self) -> Arrays:
         found = super().state_arrays()

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from palestra.core.losses import TensorMetrics
 from palestra.envs.vector_base import Continuous, Discrete, Space
@@ -86,6 +86,8 @@ class DDPGLearner(OffPolicyLearner):
 
     def build_extras(self) -> None:
         self.copies = [frozen_copy(stack.net) for stack in self.stacks]
+        self.register("copy", self.copies)
+        self.polyak_pairs += [(stack.net, copy) for stack, copy in zip(self.stacks, self.copies, strict=True)]
 
     def make_head(self, space: Space) -> ActionHead:
         if isinstance(space, Continuous):
@@ -132,13 +134,6 @@ class DDPGLearner(OffPolicyLearner):
         return actor_loss(q[0][..., 0], batch.policy_weights) + self.config.action_l2_coef * size, {
             "outputs": size.detach()
         }
-
-    def polyak_pairs(self) -> list[tuple[Net, Net]]:
-        nets = [stack.net for stack in self.stacks]
-        return super().polyak_pairs() + list(zip(nets, self.copies, strict=True))
-
-    def modules(self) -> dict[str, nn.Module]:
-        return super().modules() | {f"copy.{i}": net for i, net in enumerate(self.copies)}
 
 
 class TD3Learner(DDPGLearner):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from palestra.core.losses import LossInputs, cross_entropy_loss
 from palestra.core.seeding import derive_seed
@@ -152,6 +152,7 @@ class NFSPLearner(DQNLearner):
         if any(stack.net.recurrent_units for stack in self.stacks):
             raise ValueError("nfsp does not train recurrent policies: leave out gru_units in policies")
         self.averages = [self._average(stack) for stack in self.stacks]
+        self.register("average", [stack.net for stack in self.averages], [stack.optimizer for stack in self.averages])
         self.reservoirs = {name: Reservoir(self.config.reservoir_size) for name in self.names}
 
     def _average(self, stack: PolicyStack) -> PolicyStack:
@@ -244,12 +245,6 @@ class NFSPLearner(DQNLearner):
     def member_writers(self) -> dict[str, Callable[[Path], None]]:
         """Returns writers of the average strategies."""
         return policy_writers(self.averages)
-
-    def modules(self) -> dict[str, nn.Module]:
-        return super().modules() | {f"average.{i}": stack.net for i, stack in enumerate(self.averages)}
-
-    def optimizers(self) -> dict[str, StackedOptimizer]:
-        return super().optimizers() | {f"average_adam.{i}": stack.optimizer for i, stack in enumerate(self.averages)}
 
     def state_arrays(self) -> Arrays:
         found = super().state_arrays() | {"average_versions": np.array([stack.version for stack in self.averages])}

@@ -209,7 +209,7 @@ class OffPolicyLearner(ActionValueLearner):
         if self.steps % self.policy_delay == 0:
             for i, batch in enumerate(batches):
                 lines[i] |= self._train_policies(i, batch, generator, progress)
-            for net, target in self.polyak_pairs():
+            for net, target in self.polyak_pairs:
                 polyak_update(net, target, self.config.tau)
         return lines
 

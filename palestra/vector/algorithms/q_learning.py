@@ -155,6 +155,11 @@ class QLearner(NetLearner):
         self.config = config
         super().__init__(spec)
         self.target_nets = [copy.deepcopy(stack.net).requires_grad_(False) for stack in self.stacks]
+        self.register("target", self.target_nets)
+        # online and target networks
+        self.polyak_pairs: list[tuple[nn.Module, nn.Module]] = [
+            (stack.net, target) for stack, target in zip(self.stacks, self.target_nets, strict=True)
+        ]
         self.heads = [stack.head for stack in self.stacks if isinstance(stack.head, ValueHead)]
         self.seats = list(chain.from_iterable(stack.seat_mapping.all_seats for stack in self.stacks))
         self.steps = 0
@@ -265,7 +270,7 @@ class QLearner(NetLearner):
         for stack in self.stacks:
             stack.version += 1
         if self.steps % config.target_interval == 0:
-            for net, target in self.polyak_pairs():
+            for net, target in self.polyak_pairs:
                 polyak_update(net, target, config.tau)
         return lines
 
@@ -316,13 +321,6 @@ class QLearner(NetLearner):
         """Returns writers of the policies as plain Q-networks, so that loading them needs no duelling head."""
         stacks = zip(self.stacks, self.heads, strict=True)
         return policy_writers(replace(stack, net=without_duelling(stack, head)) for stack, head in stacks)
-
-    def polyak_pairs(self) -> list[tuple[nn.Module, nn.Module]]:
-        """Returns pairs of online and target networks."""
-        return [(stack.net, target) for stack, target in zip(self.stacks, self.target_nets, strict=True)]
-
-    def modules(self) -> dict[str, nn.Module]:
-        return super().modules() | {f"target.{i}": target for i, target in enumerate(self.target_nets)}
 
     def state_arrays(self) -> Arrays:
         replay = {f"replay/{name}": array for name, array in self.replay.arrays().items()}

@@ -73,6 +73,10 @@ class QMIXLearner(QLearner):
         first = self.policies[self.names[0]]
         learns = any(True for _ in self.mixer.parameters())
         self.mixer_adam = StackedOptimizer(self.mixer, names, first, self.process_group) if learns else None
+        self.extra_modules |= {"mixer": self.mixer, "target_mixer": self.target_mixer}
+        self.polyak_pairs.append((self.mixer, self.target_mixer))
+        if self.mixer_adam:
+            self.extra_optimizers["mixer_adam"] = self.mixer_adam
 
     def _mixer(self) -> nn.Module:
         config = self.config
@@ -183,15 +187,3 @@ class QMIXLearner(QLearner):
         if self.config.mixer == "vdn":
             return obs.new_zeros(*obs.shape[: obs.dim() - len(self.env.observation_shapes[0]) - 1], 0)
         return self.global_features(obs, None, obs.dim() - len(self.env.observation_shapes[0]) - 1)
-
-    # ---- state
-
-    def polyak_pairs(self) -> list[tuple[nn.Module, nn.Module]]:
-        return [*super().polyak_pairs(), (self.mixer, self.target_mixer)]
-
-    def modules(self) -> dict[str, nn.Module]:
-        return super().modules() | {"mixer": self.mixer, "target_mixer": self.target_mixer}
-
-    def optimizers(self) -> dict[str, StackedOptimizer]:
-        mine = {"mixer_adam": self.mixer_adam} if self.mixer_adam else {}
-        return super().optimizers() | mine

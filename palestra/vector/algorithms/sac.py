@@ -81,6 +81,7 @@ class SACLearner(OffPolicyLearner):
             StackedOptimizer(alpha, stack.seat_mapping.names, stack.config, self.process_group)
             for alpha, stack in zip(self.alphas, self.stacks, strict=True)
         ]
+        self.register("alpha", self.alphas, self.alpha_adams)
 
     def make_head(self, space: Space) -> ActionHead:
         if isinstance(space, Continuous):
@@ -147,9 +148,3 @@ class SACLearner(OffPolicyLearner):
         if batch.action_mask is not None:
             choices = batch.action_mask.sum(-1).clamp(min=1)
         return share * torch.log(choices)
-
-    def modules(self) -> dict[str, nn.Module]:
-        return super().modules() | {f"alpha.{i}": alpha for i, alpha in enumerate(self.alphas)}
-
-    def optimizers(self) -> dict[str, StackedOptimizer]:
-        return super().optimizers() | {f"alpha_adam.{i}": adam for i, adam in enumerate(self.alpha_adams)}

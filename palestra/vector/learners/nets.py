@@ -102,6 +102,8 @@ class NetLearner(ABC):
     def __init__(self, spec: NetLearnerSpec) -> None:
         self.env, seats, self.policies, self.seeds, self.process_group, self.device = spec
         self.names = list(seats)
+        self.extra_modules: dict[str, nn.Module] = {}  # of a subclass, by name
+        self.extra_optimizers: dict[str, StackedOptimizer] = {}
         if not self.trains_teams and any(policy.communication_rounds for policy in self.policies.values()):
             raise ValueError(
                 "communication_rounds: seats that communicate must be trained together, as only ppo, a2c and trpo do: "
@@ -240,11 +242,16 @@ class NetLearner(ABC):
         """Returns all modules with weights, by name."""
         norms: dict[str, nn.Module] = {f"norm.{i}": s.norm for i, s in enumerate(self.stacks) if s.norm}
         nets: dict[str, nn.Module] = {f"net.{i}": stack.net for i, stack in enumerate(self.stacks)}
-        return nets | norms | ({"world": self.global_norm} if self.global_norm else {})
+        return nets | norms | ({"world": self.global_norm} if self.global_norm else {}) | self.extra_modules
 
     def optimizers(self) -> dict[str, StackedOptimizer]:
         """Returns all optimizers, by name."""
-        return {f"adam.{i}": stack.optimizer for i, stack in enumerate(self.stacks)}
+        return {f"adam.{i}": stack.optimizer for i, stack in enumerate(self.stacks)} | self.extra_optimizers
+
+    def register(self, name: str, modules: Sequence[nn.Module], optimizers: Sequence[StackedOptimizer] = ()) -> None:
+        """Adds modules and optimizers to the training state, as `name`.0, `name`.1, ... and `name`_adam.0, ..."""
+        self.extra_modules |= {f"{name}.{i}": module for i, module in enumerate(modules)}
+        self.extra_optimizers |= {f"{name}_adam.{i}": optimizer for i, optimizer in enumerate(optimizers)}
 
     def member_writers(self) -> dict[str, Callable[[Path], None]]:
         """Returns for each policy a function that writes it to a folder: its weights and what is needed to play it

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from palestra.core.losses import LossInputs, TensorMetrics, clipped_policy_loss, cross_entropy_loss
 from palestra.core.seeding import derive_seed
@@ -274,6 +274,9 @@ class GAILLearner(ActorCriticLearner):
         self.imitation = config
         self.demos = load_demonstrations(config.demonstrations, self, memory=False)
         self.discriminators = [self._discriminator(stack) for stack in self.stacks]
+        self.register(
+            "discriminator", [one.net for one in self.discriminators], [one.optimizer for one in self.discriminators]
+        )
 
     def _discriminator(self, stack: PolicyStack) -> Discriminator:
         seat_mapping = stack.seat_mapping
@@ -335,16 +338,3 @@ class GAILLearner(ActorCriticLearner):
             played.encoded_transitions(torch.arange(T * C, device=self.device).expand(P, 1, -1))
         ).view(P, T, C)
         return imitation_reward(logit, self.imitation.reward) * played.agent_mask
-
-    # ---- state
-
-    def modules(self) -> dict[str, nn.Module]:
-        return super().modules() | {
-            f"discriminator.{i}": discriminator.net for i, discriminator in enumerate(self.discriminators)
-        }
-
-    def optimizers(self) -> dict[str, StackedOptimizer]:
-        own = {
-            f"discriminator_adam.{i}": discriminator.optimizer for i, discriminator in enumerate(self.discriminators)
-        }
-        return super().optimizers() | own

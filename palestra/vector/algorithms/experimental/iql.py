@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from palestra.core.losses import TensorMetrics
 from palestra.core.seeding import derive_seed
@@ -66,6 +66,7 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
         for net, stack in zip(self.value_nets, self.stacks, strict=True):
             config = stack.config.model_copy(update={"lr": self.config.critic_lr or stack.config.lr})
             self.value_adams.append(StackedOptimizer(net, stack.seat_mapping.names, config, self.process_group))
+        self.register("value", self.value_nets, self.value_adams)
 
     def _value_net(self, stack: PolicyStack) -> Net:
         seeds = [derive_seed(self.seeds[name], "value") for name in stack.seat_mapping.names]
@@ -90,7 +91,7 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
             target = td_target(stack.rows(transitions.rewards, 1), stack.rows(transitions.discounts, 1), following)
             lines.append(line | self.train_critics(critic, batch, target, progress))
         self.steps += 1
-        for net, target_net in self.polyak_pairs():
+        for net, target_net in self.polyak_pairs:
             polyak_update(net, target_net, self.config.tau)
         return lines
 
@@ -131,9 +132,3 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
         return {"policy_loss": loss.detach(), "grad_norm": norms} | {
             name: (share * of).sum(1) / seats for name, of in means.items()
         }
-
-    def modules(self) -> dict[str, nn.Module]:
-        return super().modules() | {f"value.{i}": net for i, net in enumerate(self.value_nets)}
-
-    def optimizers(self) -> dict[str, StackedOptimizer]:
-        return super().optimizers() | {f"value_adam.{i}": adam for i, adam in enumerate(self.value_adams)}

@@ -21,7 +21,6 @@ from palestra.vector.algorithms.actor_critic import ActorCriticLearner
 from palestra.vector.algorithms.critics import ValueCritic
 from palestra.vector.algorithms.ppo import PPO
 from palestra.vector.learners.nets import NetLearner
-from palestra.vector.learners.optimizers import StackedOptimizer
 from palestra.vector.learners.policy_stack import NetPolicyConfig
 from palestra.vector.nets.dense import Linear
 from palestra.vector.nets.heads import ActionHead
@@ -150,17 +149,12 @@ class MATLearner(ActorCriticLearner):
         values = cast(Net, EncoderValues(cast(MultiAgentTransformer, stack.net)))
         return EncoderCritic(seat_mapping, values, stack.optimizer, norm, self.config.value_norm == "popart")
 
+    def register_critics(self) -> None:
+        """Does nothing: the critics are the policies' networks."""
+
     def _train_critic(
         self, critic: ValueCritic, batch: RolloutTensors, targets: Tensor, known: Tensor, progress: float
     ) -> Metrics:
         """Updates the statistics of returns; values are trained with the policy."""
         self._update_norm(critic, targets, known)
         return {}
-
-    # ---- state: the critics have none of their own except the statistics of returns
-
-    def modules(self) -> dict[str, nn.Module]:
-        return {name: module for name, module in super().modules().items() if not name.startswith("critic.")}
-
-    def optimizers(self) -> dict[str, StackedOptimizer]:
-        return {name: one for name, one in super().optimizers().items() if not name.startswith("critic_adam.")}

@@ -113,6 +113,12 @@ class MAVENLearner(QMIXLearner):
         generators = make_generators([derive_seed(seed, "variational")])
         self.variational = MLP(inputs, [config.mixer_units], "relu", generators, config.latents).to(self.device)
         self.variational_adam = adam(self.variational, config=own, process_group=self.process_group)
+        self.extra_modules |= {
+            "latents": self.latent_policy.net,
+            "returns": self.latent_policy.norm,
+            "variational": self.variational,
+        }
+        self.extra_optimizers |= {"latent_adam": self.latent_adam, "variational_adam": self.variational_adam}
 
     # ---- networks
 
@@ -276,13 +282,6 @@ class MAVENLearner(QMIXLearner):
     def member_writers(self) -> dict[str, Callable[[Path], None]]:
         """Returns writers of the policies as plain Q-networks of the preferred latent."""
         return policy_writers(stack for stack, _ in self._plain_stacks())
-
-    def modules(self) -> dict[str, nn.Module]:
-        mine = {"latents": self.latent_policy.net, "returns": self.latent_policy.norm, "variational": self.variational}
-        return super().modules() | mine
-
-    def optimizers(self) -> dict[str, StackedOptimizer]:
-        return super().optimizers() | {"latent_adam": self.latent_adam, "variational_adam": self.variational_adam}
 
     def state_arrays(self) -> Arrays:
         return super().state_arrays() | {f"games/{key}": value for key, value in self.latent_policy.arrays().items()}
