@@ -265,7 +265,9 @@ class ActorCriticLearner(NetLearner):
         for critic in self.critics:
             seats = critic.seat_mapping.seat_index(self.device)
             values[..., seats], ends = critic.evaluate(
-                self._critic_observations(critic, batch), self._final_critic_observations(critic, batch), batch
+                self._critic_observations(critic, batch),
+                self._critic_input(critic, batch.final_obs, batch.final_state, 1),
+                batch,
             )
             bootstrap[times[:, None], games[:, None], seats] = torch.where(cut[:, seats], ends, 0.0)
         return values, bootstrap
@@ -365,10 +367,6 @@ class ActorCriticLearner(NetLearner):
     def _critic_observations(self, critic: ValueCritic, batch: RolloutTensors) -> Tensor:
         """Returns a critic's inputs at every step [P, T+1, B*S, ...]."""
         return self._critic_input(critic, batch.obs, batch.state, 2).flatten(2, 3)
-
-    def _final_critic_observations(self, critic: ValueCritic, batch: RolloutTensors) -> Tensor:
-        """Returns a critic's inputs at the ends of games [P, F, S, ...]."""
-        return self._critic_input(critic, batch.final_obs, batch.final_state, 1)
 
     def _critic_input(self, critic: ValueCritic, obs: Tensor, state: Tensor | None, lead: int) -> Tensor:
         """Returns a critic's inputs: [..., N, *view] -> [P, ..., S, *input]."""

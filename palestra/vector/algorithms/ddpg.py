@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from palestra.core.losses import TensorMetrics
-from palestra.envs.vector_base import Continuous, Discrete, Space
+from palestra.envs.vector_base import Continuous, Space
 from palestra.vector.algorithms.action_values import UpdateBatch
 from palestra.vector.algorithms.critics import frozen_copy
 from palestra.vector.algorithms.off_policy import OffPolicyConfig, OffPolicyLearner, PolicyOutput
@@ -89,14 +89,8 @@ class DDPGLearner(OffPolicyLearner):
         self.register("copy", self.copies)
         self.polyak_pairs += [(stack.net, copy) for stack, copy in zip(self.stacks, self.copies, strict=True)]
 
-    def make_head(self, space: Space) -> ActionHead:
-        if isinstance(space, Continuous):
-            return TanhHead(space)
-        assert isinstance(space, Discrete)
-        return CategoricalHead(space)
-
-    def output_size(self, head: ActionHead) -> int:
-        return head.width or head.outputs
+    def build_head(self, space: Space) -> ActionHead:
+        return TanhHead(space) if isinstance(space, Continuous) else super().build_head(space)
 
     def exploration(self, stack: PolicyStack, noise: CorrelatedNoise, progress: float) -> ActionSelector:
         if isinstance(stack.seat_mapping.action_space, Continuous):

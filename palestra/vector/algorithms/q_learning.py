@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from palestra.core.losses import TensorMetrics
 from palestra.core.types import Metrics, RolloutBatch
-from palestra.envs.vector_base import Arrays, Discrete
+from palestra.envs.vector_base import Arrays, Discrete, Space
 from palestra.vector.algorithms.critics import polyak_update
 from palestra.vector.algorithms.minibatches import minibatch_seed
 from palestra.vector.algorithms.presets import algorithm_name
@@ -33,7 +33,6 @@ from palestra.vector.nets.heads import MASKED_LOGIT, ActionHead
 from palestra.vector.nets.layers import Net, make_generators, states_at
 from palestra.vector.nets.on_device import RolloutTensors, uniform
 from palestra.vector.nets.replay import ReplayBuffer, TransitionBatch
-from palestra.vector.nets.seat_mapping import SeatMapping
 from palestra.vector.nets.sequence_replay import SequenceBatch, SequenceReplay
 from palestra.vector.policies.nets import ActionSelector, NetVectorPolicy
 
@@ -194,14 +193,9 @@ class QLearner(NetLearner):
             recurrent_players=remembered,
         )
 
-    def build_stack(self, seat_mapping: SeatMapping) -> PolicyStack:
-        made = super().build_stack(seat_mapping)
-        assert isinstance(seat_mapping.action_space, Discrete)
-        made.head = ValueHead(seat_mapping.action_space, self.config.duelling)
-        return made
-
-    def output_size(self, head: ActionHead) -> int:
-        return head.outputs + self.config.duelling
+    def build_head(self, space: Space) -> ActionHead:
+        assert isinstance(space, Discrete)
+        return ValueHead(space, self.config.duelling)
 
     # ---- play
 

@@ -27,7 +27,7 @@ from palestra.vector.algorithms.q_learning import QLearner, QLearningConfig
 from palestra.vector.algorithms.team_mixing import check_mixer_sees_state, mix_values
 from palestra.vector.learners.nets import WEIGHT_KEY, NetLearner, NetLearnerSpec
 from palestra.vector.learners.optimizers import StackedOptimizer
-from palestra.vector.losses import best_action, gather_values, next_value, q_loss, q_target
+from palestra.vector.losses import best_action, gather_values, next_value, q_loss, td_target
 from palestra.vector.nets.mixers import QMIXMixer, QPLEXMixer, SeatValues, VDNMixer
 from palestra.vector.nets.on_device import constant
 from palestra.vector.nets.replay import TransitionBatch
@@ -119,7 +119,7 @@ class QMIXLearner(QLearner):
         # with joint time all seats have the same discount and weight
         discount = drawn.discounts[..., self.seats[0]]
         weight = drawn.weight[..., self.seats[0]]
-        target = q_target(drawn.rewards[..., constant(tuple(self.seats), self.device)].mean(-1), discount, after)
+        target = td_target(drawn.rewards[..., constant(tuple(self.seats), self.device)].mean(-1), discount, after)
         known = weight > 0
         share = weight / known.sum().clamp(min=1)
         loss, error = q_loss(total, target, share)

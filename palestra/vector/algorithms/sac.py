@@ -83,11 +83,8 @@ class SACLearner(OffPolicyLearner):
         ]
         self.register("alpha", self.alphas, self.alpha_adams)
 
-    def make_head(self, space: Space) -> ActionHead:
-        if isinstance(space, Continuous):
-            return SquashedHead(space)
-        assert isinstance(space, Discrete)
-        return CategoricalHead(space)
+    def build_head(self, space: Space) -> ActionHead:
+        return SquashedHead(space) if isinstance(space, Continuous) else super().build_head(space)
 
     def value_per_action(self, space: Space) -> bool:
         return isinstance(space, Discrete)

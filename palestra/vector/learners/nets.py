@@ -127,8 +127,9 @@ class NetLearner(ABC):
     def build_stack(self, seat_mapping: SeatMapping) -> PolicyStack:
         """Builds networks, optimizer and norm of policies of one shape."""
         config = self.policies[seat_mapping.names[0]]
-        head = make_head(seat_mapping.action_space).to(self.device)
-        net = self.build_net(seat_mapping, head, config).to(self.device)
+        head = self.build_head(seat_mapping.action_space).to(self.device)
+        seeds = [self.seeds[name] for name in seat_mapping.names]
+        net = self.build_net(seat_mapping, head, config, seeds).to(self.device)
         optimizer = StackedOptimizer(net, seat_mapping.names, config, self.process_group)
         if config.normalize_observations and isinstance(seat_mapping.layout, ImageLayout):
             raise ValueError(
@@ -143,13 +144,19 @@ class NetLearner(ABC):
         )
         return PolicyStack(seat_mapping, config, head, net, optimizer, norm)
 
-    def build_net(self, seat_mapping: SeatMapping, head: ActionHead, config: NetPolicyConfig) -> Net:
+    def build_head(self, space: Space) -> ActionHead:
+        """Returns what turns the outputs of policies into actions of a space."""
+        return make_head(space)
+
+    def build_net(
+        self, seat_mapping: SeatMapping, head: ActionHead, config: NetPolicyConfig, seeds: Sequence[int]
+    ) -> Net:
         """Builds the networks of policies of one shape."""
         return Net(
             seat_mapping.input_shape,
-            self.output_size(head),
+            head.outputs,
             config,
-            make_generators([self.seeds[name] for name in seat_mapping.names]),
+            make_generators(seeds),
             self.output_gain,
             self.has_value_output,
             len(seat_mapping.seats[0]),
@@ -206,10 +213,6 @@ class NetLearner(ABC):
             rows = self.global_features(batch.obs, batch.state, 2)[:-1].flatten(0, 1)[None]
             world.update(rows, rows.new_ones(rows.shape[:2]), self.process_group.all_reduce)
             self.global_norm = world
-
-    def output_size(self, head: ActionHead) -> int:
-        """Returns the number of outputs of a policy's network."""
-        return head.outputs
 
     @abstractmethod
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
@@ -302,7 +305,10 @@ def mean_metrics(lines: Sequence[Mapping[str, Any]]) -> Metrics:
     means = {}
     for key in lines[0] if lines else ():
         values = [float(line[key]) for line in lines]
-        means[key] = weighted_mean(values, weights if is_weighted and key != "grad_norm" else [])
+        if is_weighted and key != "grad_norm":
+            means[key] = sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+        else:
+            means[key] = sum(values) / len(values)
     means.pop(WEIGHT_KEY, None)
     return means
 
@@ -313,10 +319,3 @@ def metrics_by_policy(names: Sequence[str], lines: Sequence[TensorMetrics]) -> d
     for p, name in enumerate(names):
         found[name] = mean_metrics([{key: value[p] for key, value in line.items()} for line in lines])
     return found
-
-
-def weighted_mean(values: Sequence[float], weights: Sequence[float] = ()) -> float:
-    """Returns the mean of values, by weights that are not all 0; without weights the plain mean."""
-    if not weights:
-        return sum(values) / len(values)
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

@@ -26,7 +26,7 @@ from palestra.vector.algorithms.off_policy import PolicyOutput
 from palestra.vector.algorithms.team_mixing import check_mixer_sees_state, mix_values
 from palestra.vector.learners.nets import NetLearner
 from palestra.vector.learners.optimizers import StackedOptimizer
-from palestra.vector.losses import q_loss, q_target
+from palestra.vector.losses import q_loss, td_target
 from palestra.vector.nets.mixers import QMIXMixer, SeatValues, VDNMixer
 from palestra.vector.nets.on_device import constant
 from palestra.vector.nets.replay import ReplayBuffer, TransitionBatch
@@ -116,7 +116,7 @@ class FACMACLearner(DDPGLearner):
         after = self._team_value(self.target_mixer, values, transitions.next_agent_mask, state)
         seats = sorted(self.action_encoder.heads)  # all have the same discount and weight
         rewards = transitions.rewards[:, constant(tuple(seats), self.device)].mean(-1)
-        return q_target(rewards, transitions.discounts[:, seats[0]], after)
+        return td_target(rewards, transitions.discounts[:, seats[0]], after)
 
     def _train_mixed_critic(
         self, transitions: TransitionBatch, batches: list[UpdateBatch], target: Tensor, progress: float

@@ -9,7 +9,7 @@ observations of the whole team.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, Self, cast
 
 import torch
@@ -132,12 +132,14 @@ class MATLearner(ActorCriticLearner):
     value_output_metric = "value_loss"
     trains_transformers = True
 
-    def build_net(self, seat_mapping: SeatMapping, head: ActionHead, config: NetPolicyConfig) -> Net:
+    def build_net(
+        self, seat_mapping: SeatMapping, head: ActionHead, config: NetPolicyConfig, seeds: Sequence[int]
+    ) -> Net:
         return MultiAgentTransformer(
             seat_mapping.input_shape,
             seat_mapping.action_space,
             config,
-            make_generators([self.seeds[name] for name in seat_mapping.names]),
+            make_generators(seeds),
             self.output_gain,
             len(seat_mapping.seats[0]),
             seat_mapping.layout,

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from palestra.core.losses import TensorMetrics
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, RolloutBatch
-from palestra.envs.vector_base import Arrays, Discrete
+from palestra.envs.vector_base import Arrays, Discrete, Space
 from palestra.vector.algorithms.experimental.latents import LatentPlayer, LatentPolicy
 from palestra.vector.algorithms.q_learning import ValueHead, with_last_layer
 from palestra.vector.algorithms.qmix import MixingConfig, QMIXLearner
@@ -42,7 +42,6 @@ from palestra.vector.nets.heads import ActionHead, mask_illegal
 from palestra.vector.nets.layers import make_generators
 from palestra.vector.nets.on_device import RolloutTensors, as_tensor
 from palestra.vector.nets.replay import TransitionBatch
-from palestra.vector.nets.seat_mapping import SeatMapping
 from palestra.vector.nets.sequence_replay import SequenceBatch
 from palestra.vector.policies.nets import ActionSelector, NetVectorPolicy, greedy_selector
 
@@ -122,14 +121,9 @@ class MAVENLearner(QMIXLearner):
 
     # ---- networks
 
-    def output_size(self, head: ActionHead) -> int:
-        return self.config.latents * super().output_size(head)
-
-    def build_stack(self, seat_mapping: SeatMapping) -> PolicyStack:
-        made = super().build_stack(seat_mapping)
-        assert isinstance(seat_mapping.action_space, Discrete)
-        made.head = LatentHead(seat_mapping.action_space, self.config.duelling, self.config.latents)
-        return made
+    def build_head(self, space: Space) -> ActionHead:
+        assert isinstance(space, Discrete)
+        return LatentHead(space, self.config.duelling, self.config.latents)
 
     @property
     def latent_heads(self) -> list[LatentHead]:
