@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.runs import Checkpoint
 from palestra.runs.headline import DEV_EVAL
 from palestra.runs.loop import Callback, Evaluation, PhaseTimer, RunProtocol, read_clocks
+from palestra.vector.learners.nets import NetLearner
+from palestra.vector.learners.teams import JointLearner
 from palestra.vector.policies.base import VectorPolicy
 from palestra.vector.rollouts.actors import ActorPool
 from palestra.vector.rollouts.metrics import (
@@ -34,33 +36,6 @@ from palestra.vector.rollouts.replay_recorder import ReplayRecorder
 from palestra.vector.rollouts.rollout import VectorRollout, nonfinite_loss_advice
 
 ENV_STATE_FILE = "env_state.safetensors"  # file in a checkpoint
-
-
-class VectorLearner(Protocol):
-    """All trained policies of a run and their update rule."""
-
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    def rollout_policies(self, progress: float) -> Sequence[VectorPolicy]:
-        """Players for training rollouts; `progress` is the elapsed share of the run, from 0 to 1."""
-
-    def greedy_policies(self) -> Sequence[VectorPolicy]:
-        """Players for evaluation, which act greedily."""
-
-    def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
-        """Trains on one rollout. Returns metrics by policy. Raises FloatingPointError if a loss is not finite."""
-
-    def check_finite(self) -> None:
-        """Raises FloatingPointError if a loss of the last update was not finite; on a GPU, `update` does not wait for
-        this."""
-
-    def member_writers(self) -> dict[str, Callable[[Path], None]]:
-        """Functions that write each policy's acting weights to a folder, by name."""
-
-    def write_state(self, folder: Path) -> None: ...
-
-    def read_state(self, folder: Path) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -94,7 +69,7 @@ class VectorTrainer:
     """
 
     rollout: VectorRollout | ActorPool
-    learner: VectorLearner
+    learner: NetLearner | JointLearner
     fixed_players: Sequence[VectorPolicy]
     evals: Sequence[VectorEval]
     seats: Mapping[Seat, str]
