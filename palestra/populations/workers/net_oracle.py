@@ -25,7 +25,7 @@ from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.batch.seat_shuffle import SeatShuffledEnv
 from palestra.parallel.tasks import Result, Task
 from palestra.populations.payoffs import PayoffCell
-from palestra.populations.population import Mix, Player, Sides
+from palestra.populations.population import Player, Sides
 from palestra.populations.tabular.game_tree import GameTree
 from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainResult, TrainTask
 from palestra.populations.workers.exact import ExactSolver
@@ -90,12 +90,11 @@ def opponent_sampler(opponents: Opponents, registry: MemberRegistry, players: Se
     if opponents.joint:
         lineups = [[registry.index(player, one.members[player]) for player in players] for one in opponents.joint]
         return JointSampler(lineups, [lineup.probability for lineup in opponents.joint])
-    return IndependentSampler([_shares(registry, player, opponents.mixes[player]) for player in players])
-
-
-def _shares(registry: MemberRegistry, player: Player, mix: Mix) -> dict[int, float]:
-    """Returns the probabilities of a mix by the members' numbers."""
-    return {registry.index(player, name): p for name, p in mix.items() if p > 0}
+    mixes: list[dict[int, float]] = []
+    for player in players:
+        mix = opponents.mixes[player]
+        mixes.append({registry.index(player, name): p for name, p in mix.items() if p > 0})
+    return IndependentSampler(mixes)
 
 
 class OpponentStats:
