@@ -40,7 +40,7 @@ class NetVectorPolicy:
         self.net = net
         self.selector = selector
         self.norm = norm
-        self.seats = seat_mapping.all_seats
+        self.seats = list(seat_mapping.all_seats)
         self.name = "+".join(seat_mapping.names)
         versions = versions or [0] * len(seat_mapping.names)
         self.names = [f"{name}@{version}" for name, version in zip(seat_mapping.names, versions, strict=True)]

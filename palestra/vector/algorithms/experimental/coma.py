@@ -41,8 +41,6 @@ class COMA(AlgorithmConfig):
     policy."""
 
     type: Literal["coma"] = "coma"
-    rollout_length: int = Field(16, ge=1)
-    """Rollout length: steps of every parallel game per batch."""
     gamma: float = Field(0.99, ge=0, le=1)
     """Discount per decision of a seat."""
     td_lambda: float = Field(0.8, ge=0, le=1)

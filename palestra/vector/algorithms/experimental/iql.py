@@ -61,16 +61,16 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
         return self.data_set(gamma=self.config.gamma, seats=seats, count_env_steps=self.config.critic == "central")
 
     def build_extras(self) -> None:
-        self.value_nets = [self._value_net(stack) for stack in self.stacks]
-        self.value_adams = []
-        for net, stack in zip(self.value_nets, self.stacks, strict=True):
+        self.value_nets: list[Net] = []
+        self.value_adams: list[StackedOptimizer] = []
+        for stack in self.stacks:
+            names = stack.seat_mapping.names
+            generators = make_generators([derive_seed(self.seeds[name], "value") for name in names])
+            net = Net(self.critic_input_shape(stack), 1, stack.config, generators).to(self.device)
             config = stack.config.model_copy(update={"lr": self.config.critic_lr or stack.config.lr})
-            self.value_adams.append(StackedOptimizer(net, stack.seat_mapping.names, config, self.process_group))
+            self.value_nets.append(net)
+            self.value_adams.append(StackedOptimizer(net, names, config, self.process_group))
         self.register("value", self.value_nets, self.value_adams)
-
-    def _value_net(self, stack: PolicyStack) -> Net:
-        seeds = [derive_seed(self.seeds[name], "value") for name in stack.seat_mapping.names]
-        return Net(self.critic_input_shape(stack), 1, stack.config, make_generators(seeds)).to(self.device)
 
     def train_step(
         self, transitions: TransitionBatch, generator: torch.Generator, progress: float
