@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -47,13 +47,6 @@ class VectorEval(Evaluation):
     players: Callable[[], Sequence[VectorPolicy]]
     seats: Mapping[Seat, str]
     replays: int = 0
-
-
-class CollectedRollout(NamedTuple):
-    """One rollout, whose arrays are valid until the next one, and the time it took."""
-
-    batch: RolloutBatch
-    timer: PhaseTimer
 
 
 FIRST_DEV_SEED = 1 << 31  # first env seed of an evaluation called "dev"; others begin at 0
@@ -121,17 +114,18 @@ class VectorTrainer:
         for evaluation in self.evals:
             evaluation.env.close()
 
-    def collect(self, step: int) -> CollectedRollout:
-        """Plays one rollout. Raises RunFailed if an env fails or a reward is not finite."""
+    def collect(self, step: int) -> tuple[RolloutBatch, PhaseTimer]:
+        """Plays one rollout; returns it, valid until the next one, and the time it took. Raises RunFailed if an env
+        fails or a reward is not finite."""
         timer = PhaseTimer()
         start = read_clocks()
         players = [*self.learner.rollout_policies(step / self.steps), *self.fixed_players]
         seed = derive_seed(self.seed, "sweep", step, self.ranks.rank)
         batch = self.rollout.collect(players, self.rollout_length, seed)
         timer.add_since("rollout", start)
-        return CollectedRollout(batch, timer)
+        return batch, timer
 
-    def update(self, step: int, collected: CollectedRollout) -> VectorUpdate:
+    def update(self, step: int, collected: tuple[RolloutBatch, PhaseTimer]) -> VectorUpdate:
         """Trains on the rollout. Raises RunFailed if a loss is not finite; the message names step, policy, seats and
         the last checkpoint."""
         batch, timer = collected

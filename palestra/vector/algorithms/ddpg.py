@@ -25,7 +25,7 @@ from palestra.vector.nets.exploration_noise import CorrelatedNoise
 from palestra.vector.nets.heads import ActionHead, CategoricalHead
 from palestra.vector.nets.layers import Net
 from palestra.vector.nets.on_device import normal_like
-from palestra.vector.policies.nets import ActionSelector, noisy_selector, sampling_selector
+from palestra.vector.policies.nets import ActionSelector, noisy_selector
 
 
 class DeterministicConfig(OffPolicyConfig, ABC):
@@ -96,7 +96,7 @@ class DDPGLearner(OffPolicyLearner):
         if isinstance(stack.seat_mapping.action_space, Continuous):
             head = TanhHead(stack.seat_mapping.action_space, self.config.noise_at(progress)).to(self.device)
             return noisy_selector(head, noise)
-        return sampling_selector(stack.head)
+        return stack.head.sample
 
     def policy_output(
         self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator

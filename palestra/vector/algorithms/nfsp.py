@@ -30,7 +30,7 @@ from palestra.vector.learners.policy_stack import PolicyStack, policy_writers, s
 from palestra.vector.nets.heads import make_head
 from palestra.vector.nets.normalise import normalise
 from palestra.vector.nets.on_device import as_tensor
-from palestra.vector.policies.nets import NetVectorPolicy, greedy_selector, sampling_selector
+from palestra.vector.policies.nets import NetVectorPolicy, greedy_selector
 
 
 class Reservoir:
@@ -168,12 +168,12 @@ class NFSPLearner(DQNLearner):
 
     def rollout_policies(self, progress: float) -> list[Any]:
         responses = super().rollout_policies(progress)
-        averages = [stack.build_policy(sampling_selector(stack.head)) for stack in self.averages]
+        averages = [stack.build_policy(stack.head.sample) for stack in self.averages]
         pairs = zip(responses, averages, strict=True)
         return [NFSPPolicy(response, average, self.config.eta) for response, average in pairs]
 
     def sampling_policies(self) -> list[NetVectorPolicy]:
-        return [stack.build_policy(sampling_selector(stack.head)) for stack in self.averages]
+        return [stack.build_policy(stack.head.sample) for stack in self.averages]
 
     def greedy_policies(self) -> list[NetVectorPolicy]:
         return [stack.build_policy(greedy_selector(stack.head)) for stack in self.averages]

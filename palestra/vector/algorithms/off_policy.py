@@ -29,13 +29,7 @@ from palestra.vector.nets.exploration_noise import CorrelatedNoise
 from palestra.vector.nets.heads import MASKED_LOGIT
 from palestra.vector.nets.on_device import RolloutTensors
 from palestra.vector.nets.replay import ReplayBuffer, TransitionBatch
-from palestra.vector.policies.nets import (
-    ActionSelector,
-    NetVectorPolicy,
-    noisy_selector,
-    sampling_selector,
-    uniform_selector,
-)
+from palestra.vector.policies.nets import ActionSelector, NetVectorPolicy, noisy_selector, uniform_selector
 
 # transitions, and share of the run, of random play before training
 MOST_RANDOM = 10_000
@@ -172,7 +166,7 @@ class OffPolicyLearner(ActionValueLearner):
         head = stack.head
         if isinstance(head, BoundedHead):
             return noisy_selector(head, noise)
-        return sampling_selector(head)
+        return head.sample
 
     # ---- learning
 

@@ -38,7 +38,7 @@ from palestra.vector.nets.normalise import RunningNorm
 from palestra.vector.nets.on_device import CPU, RolloutTensors, numbers_of
 from palestra.vector.nets.seat_mapping import SeatMapping, group_into_stacks
 from palestra.vector.policies.base import VectorPolicy
-from palestra.vector.policies.nets import NetVectorPolicy, greedy_selector, sampling_selector
+from palestra.vector.policies.nets import NetVectorPolicy, greedy_selector
 
 WEIGHT_KEY = "weight"  # key in a line of metrics: the weight of its minibatch
 
@@ -226,7 +226,7 @@ class NetLearner(ABC):
 
     def rollout_policies(self, progress: float) -> Sequence[VectorPolicy]:
         """Returns the policies as they play in training, with exploration."""
-        return [stack.build_policy(sampling_selector(stack.head)) for stack in self.stacks]
+        return [stack.build_policy(stack.head.sample) for stack in self.stacks]
 
     def sampling_policies(self) -> Sequence[VectorPolicy]:
         """Returns the policies without exploration, sampling their actions."""
@@ -275,7 +275,7 @@ class NetLearner(ABC):
         for name, module in self.modules().items():
             found |= {f"{name}/{key}": value.cpu().numpy() for key, value in module.state_dict().items()}
         for name, optimizer in self.optimizers().items():
-            found |= {f"{name}/{key}": value for key, value in optimizer.arrays().items()}
+            found |= {f"{name}/{key}": value for key, value in optimizer.rule.arrays().items()}
         return found
 
     def start_from(self, folder: Path) -> None:
@@ -293,7 +293,7 @@ class NetLearner(ABC):
             stack.version = int(version)
         self._load_modules(arrays)
         for name, optimizer in self.optimizers().items():
-            optimizer.load(strip_prefix(arrays, name))
+            optimizer.rule.load(strip_prefix(arrays, name))
 
 
 def mean_metrics(lines: Sequence[Mapping[str, Any]]) -> Metrics:

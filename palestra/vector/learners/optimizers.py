@@ -108,14 +108,6 @@ class StackedOptimizer:
             if failed:
                 raise NonFiniteGradient(name)
 
-    def arrays(self) -> Arrays:
-        """Returns the state of the optimizer."""
-        return self.rule.arrays()
-
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Restores what `arrays` returned."""
-        self.rule.load(arrays)
-
 
 class FusedAdam:
     """Adam, or AdamW, of all members at once."""
