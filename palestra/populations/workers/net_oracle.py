@@ -257,7 +257,7 @@ class NetWorker:
     def _train(self, task: TrainTask, members: Mapping[str, Path], out: Path) -> TrainResult:
         name = task.output_member
         config = apply_settings(self.config, task.settings)
-        learner = self._learner(config, name, self.sides.seats[self._side(task.player)])
+        learner = self._learner(config, name, self.sides.seats[self.sides.owners.index(task.player)])
         if task.start:
             NetLearner.load_arrays(learner, read_arrays(members[task.start] / TRAINING_FILE))
         mixture, stats = self._mixture(task, members, learner)
@@ -296,15 +296,11 @@ class NetWorker:
             )
         return learner
 
-    def _side(self, player: Player) -> int:
-        """Returns the number of the side at which a member of `player` learns."""
-        return self.sides.owners.index(player)
-
     def _mixture(
         self, task: TrainTask, members: Mapping[str, Path], learner: NetLearner
     ) -> tuple[Mixture, OpponentStats]:
         """Returns the mixture that plays the other sides, and the statistics of its games."""
-        own = self._side(task.player)
+        own = self.sides.owners.index(task.player)  # its first side, if it has several
         others = [number for number in range(len(self.sides.seats)) if number != own]
         table = self._table(members)
         sampler = opponent_sampler(task.opponents, table, [self.sides.owners[number] for number in others])
