@@ -46,7 +46,8 @@ def serve_envs(  # noqa: PLR0913 - a parameter for each option
     with user_errors():
         require_packages("serving envs", "grpc", "grpc", "grpc_health", "grpc_reflection")
         from palestra.envs.remote.address import read_token
-        from palestra.envs.remote.serve import EnvServerOptions, serve
+        from palestra.envs.remote.serve import serve
+        from palestra.envs.remote.server import EnvServerOptions
         from palestra.envs.remote.session import SessionLimits
 
         named = tuple(dict.fromkeys(name.strip() for name in envs.split(",") if name.strip()))

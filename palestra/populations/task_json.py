@@ -53,7 +53,10 @@ def task_record(line: Mapping[str, Any], where: str, task_type: type[Task] | Non
     """
     try:
         check_keys({key: value for key, value in line.items() if key != "checksum"}, LINE_KEYS)
-        task_type = task_type or task_type_of(line["kind"])
+        if task_type is None:
+            if line["kind"] not in TASK_TYPES:
+                raise ValueError(f'"{line["kind"]}" is not a kind of task; there are {", ".join(TASK_TYPES)}')
+            task_type = TASK_TYPES[line["kind"]]
         return TaskRecord(
             number=from_json(int, line["number"], "number"),
             task=from_json(task_type, line["task"], "task"),
@@ -62,13 +65,6 @@ def task_record(line: Mapping[str, Any], where: str, task_type: type[Task] | Non
         )
     except ValueError as error:
         raise DamagedFile(f"{where}: {error}; {WRITTEN_HINT}") from error
-
-
-def task_type_of(kind: object) -> type[Task]:
-    """Returns the class of the tasks of this kind. Raises ValueError if there is none."""
-    if kind not in TASK_TYPES:
-        raise ValueError(f'"{kind}" is not a kind of task; there are {", ".join(TASK_TYPES)}')
-    return TASK_TYPES[str(kind)]
 
 
 def read_records(path: Path) -> list[TaskRecord]:

@@ -176,11 +176,6 @@ def next_value(target_q: Tensor, online_q: Tensor, action_mask: Tensor | None) -
     return gather_values(target_q, best_action(online_q, action_mask))
 
 
-def q_target(reward: Tensor, discount: Tensor, next_values: Tensor) -> Tensor:
-    """One-step TD target [...] as `td_target` of `palestra.vector.losses`, without gradients."""
-    return td_target(reward, discount, next_values).detach()
-
-
 def q_loss(q: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Returns half the squared error, weighted and summed over all rows (scalar), and the TD errors [...], target minus
     value."""
@@ -203,16 +198,6 @@ def sequence_priority(error: Tensor, mask: Tensor, eta: float = 0.9) -> Tensor:
 
 LOWEST = np.finfo(np.float32).min  # logit of illegal actions: no legal one has less
 METRICS = ("policy_loss", "clip_fraction", "kl", "entropy")
-
-
-class _ClippedArrays(NamedTuple):
-    """`CategoricalInputs` without the outputs, as arrays; an empty mask: all actions are legal."""
-
-    action: np.ndarray
-    action_mask: np.ndarray
-    old_logp: np.ndarray
-    advantage: np.ndarray
-    weight: np.ndarray
 
 
 class CategoricalInputs(NamedTuple):
@@ -246,7 +231,7 @@ class _ClippedLoss(torch.autograd.Function):
         gradient = torch.empty_like(out)
         metrics = np.zeros((len(out), len(METRICS)))
         mask = torch.empty(len(out), 0, 0, dtype=torch.bool) if action_mask is None else action_mask
-        arrays = _ClippedArrays(*(x.detach().numpy() for x in (action, mask, *rest)))
+        arrays = tuple(x.detach().numpy() for x in (action, mask, *rest))
         options = (np.float32(1 - clip), np.float32(1 + clip), np.float32(entropy))
         _clipped_loss(options, arrays, out.detach().numpy(), metrics, gradient.numpy())
         ctx.save_for_backward(gradient)
@@ -261,13 +246,14 @@ class _ClippedLoss(torch.autograd.Function):
 @jit
 def _clipped_loss(
     options: tuple[np.float32, np.float32, np.float32],
-    arrays: _ClippedArrays,
+    arrays: tuple[np.ndarray, ...],
     out: np.ndarray,
     metrics: np.ndarray,
     gradient: np.ndarray,
 ) -> None:
     """Writes the gradient of the loss with respect to `out`, and adds the metrics of each member. `options` are the
-    bounds of the ratio and the weight of the entropy."""
+    bounds of the ratio and the weight of the entropy, `arrays` the `CategoricalInputs` without the outputs; an empty
+    mask: all actions are legal."""
     low, high, bonus = options
     action, action_mask, old_logp, advantage, weight = arrays
     members, rows, actions = out.shape

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.runs import Checkpoint
 from palestra.runs.headline import DEV_EVAL
 from palestra.runs.loop import Callback, Evaluation, PhaseTimer, RunProtocol, read_clocks
+from palestra.vector.learners.nets import NetLearner
+from palestra.vector.learners.teams import JointLearner
 from palestra.vector.policies.base import VectorPolicy
 from palestra.vector.rollouts.actors import ActorPool
 from palestra.vector.rollouts.metrics import (
@@ -36,33 +38,6 @@ from palestra.vector.rollouts.rollout import VectorRollout, nonfinite_loss_advic
 ENV_STATE_FILE = "env_state.safetensors"  # file in a checkpoint
 
 
-class VectorLearner(Protocol):
-    """All trained policies of a run and their update rule."""
-
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    def rollout_policies(self, progress: float) -> Sequence[VectorPolicy]:
-        """Players for training rollouts; `progress` is the elapsed share of the run, from 0 to 1."""
-
-    def greedy_policies(self) -> Sequence[VectorPolicy]:
-        """Players for evaluation, which act greedily."""
-
-    def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
-        """Trains on one rollout. Returns metrics by policy. Raises FloatingPointError if a loss is not finite."""
-
-    def check_finite(self) -> None:
-        """Raises FloatingPointError if a loss of the last update was not finite; on a GPU, `update` does not wait for
-        this."""
-
-    def member_writers(self) -> dict[str, Callable[[Path], None]]:
-        """Functions that write each policy's acting weights to a folder, by name."""
-
-    def write_state(self, folder: Path) -> None: ...
-
-    def read_state(self, folder: Path) -> None: ...
-
-
 @dataclass(kw_only=True)
 class VectorEval(Evaluation):
     """A held-out evaluation in `env`. `players` returns players for all seats, `seats` names the policy of each seat.
@@ -72,13 +47,6 @@ class VectorEval(Evaluation):
     players: Callable[[], Sequence[VectorPolicy]]
     seats: Mapping[Seat, str]
     replays: int = 0
-
-
-class CollectedRollout(NamedTuple):
-    """One rollout, whose arrays are valid until the next one, and the time it took."""
-
-    batch: RolloutBatch
-    timer: PhaseTimer
 
 
 FIRST_DEV_SEED = 1 << 31  # first env seed of an evaluation called "dev"; others begin at 0
@@ -94,7 +62,7 @@ class VectorTrainer:
     """
 
     rollout: VectorRollout | ActorPool
-    learner: VectorLearner
+    learner: NetLearner | JointLearner
     fixed_players: Sequence[VectorPolicy]
     evals: Sequence[VectorEval]
     seats: Mapping[Seat, str]
@@ -146,17 +114,18 @@ class VectorTrainer:
         for evaluation in self.evals:
             evaluation.env.close()
 
-    def collect(self, step: int) -> CollectedRollout:
-        """Plays one rollout. Raises RunFailed if an env fails or a reward is not finite."""
+    def collect(self, step: int) -> tuple[RolloutBatch, PhaseTimer]:
+        """Plays one rollout; returns it, valid until the next one, and the time it took. Raises RunFailed if an env
+        fails or a reward is not finite."""
         timer = PhaseTimer()
         start = read_clocks()
         players = [*self.learner.rollout_policies(step / self.steps), *self.fixed_players]
         seed = derive_seed(self.seed, "sweep", step, self.ranks.rank)
         batch = self.rollout.collect(players, self.rollout_length, seed)
         timer.add_since("rollout", start)
-        return CollectedRollout(batch, timer)
+        return batch, timer
 
-    def update(self, step: int, collected: CollectedRollout) -> VectorUpdate:
+    def update(self, step: int, collected: tuple[RolloutBatch, PhaseTimer]) -> VectorUpdate:
         """Trains on the rollout. Raises RunFailed if a loss is not finite; the message names step, policy, seats and
         the last checkpoint."""
         batch, timer = collected

@@ -116,7 +116,7 @@ def test_learners_see_what_pettingzoos_own_loop_gives(options: dict[str, Any]) -
     trainer = check_vector_run(validate(VectorConfig, tree))
     seeds = np.array([5, 11])
     trainer.rollout.restart(seeds)
-    batch = trainer.collect(0).batch
+    batch, _ = trainer.collect(0)
     for game_index, seed in enumerate(seeds):
         game = Hunt(**options)
         compare_with_own_loop(game, int(seed), batch, game_index)
@@ -158,7 +158,7 @@ def assert_sees(
 def test_learners_train_on_the_actions_of_their_own_seats() -> None:
     """Hunters on whole numbers, the prey on two floats, as they were played."""
     trainer = check_vector_run(validate(VectorConfig, config()))
-    batch = trainer.collect(0).batch
+    batch, _ = trainer.collect(0)
     stacks = {learner.names[0]: learner.stacks[0] for learner in trainer.learner.learners}  # type: ignore[attr-defined]
     hunters: PolicyStack = stacks["hunters"]
     actions = hunters.actions(batch)

@@ -24,7 +24,7 @@ from palestra.environments.combat.maps import (
     CombatParams,
     StartParams,
 )
-from palestra.environments.combat.start import COOLDOWN, HEALTH, SHIELD, Battle, X, Y, begin_battle
+from palestra.environments.combat.start import COOLDOWN, HEALTH, SHIELD, X, Y, begin_battle
 from palestra.envs.batch.native import store_final
 
 NOOP, STOP, NORTH, SOUTH, EAST, WEST, ATTACK = range(7)
@@ -71,7 +71,7 @@ def _distance(units: np.ndarray, b: int, u: int, v: int) -> float:
 
 @jit
 def _begin_game(g: CombatArrays, rules: CombatParams, start: StartParams, b: int) -> None:
-    begin_battle(Battle(g.rng, g.units, g.types, g.max_return), start, rules.stats_KF, rules.allies, b)
+    begin_battle(g, start, rules.stats_KF, rules.allies, b)
     g.target[b], g.last[b], g.facing[b] = -1, -1, EAST
     g.steps[b] = 0
 

@@ -1,9 +1,9 @@
 """Compiled start of a battle of `combat`: the unit types and places of an episode, drawn as in SMACv2 (Ellis et al.,
-2023, section 4) if so configured."""
+2023, section 4) if so configured. `g` are the `CombatArrays` of the env."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -20,17 +20,8 @@ MIDDLE = FIELD_SIZE / 2
 LANE = 2.0  # distance that `reflect` and `surround` keep between the sides
 
 
-class Battle(NamedTuple):
-    """The arrays of an env that the beginning of an episode writes."""
-
-    rng: np.ndarray
-    units: np.ndarray  # [B, U, 5]
-    types: np.ndarray  # [B, U] unit types
-    max_return: np.ndarray  # [B] total reward of a won game, before scaling
-
-
 @jit
-def _draw_types(g: Battle, share_K: np.ndarray, allies: int, b: int) -> None:
+def _draw_types(g: Any, share_K: np.ndarray, allies: int, b: int) -> None:
     """Draws a type for every ally; the enemies have the same types in the same order, and those beyond the allies draw
     their own."""
     for u in range(g.types.shape[1]):
@@ -45,7 +36,7 @@ def _draw_types(g: Battle, share_K: np.ndarray, allies: int, b: int) -> None:
 
 
 @jit
-def _reflect(g: Battle, allies: int, b: int) -> None:
+def _reflect(g: Any, allies: int, b: int) -> None:
     """Places allies anywhere in the left half, enemies at their mirror images; those beyond the allies anywhere in the
     right half."""
     for u in range(g.units.shape[1]):
@@ -59,7 +50,7 @@ def _reflect(g: Battle, allies: int, b: int) -> None:
 
 
 @jit
-def _surround(g: Battle, allies: int, b: int) -> None:
+def _surround(g: Any, allies: int, b: int) -> None:
     """Places allies in the middle and enemies in one to four groups, each anywhere on another of the four diagonals
     between a corner and the middle."""
     rng = g.rng[b]
@@ -82,14 +73,14 @@ def _surround(g: Battle, allies: int, b: int) -> None:
 
 
 @jit
-def _columns(g: Battle, place_U2: np.ndarray, b: int) -> None:
+def _columns(g: Any, place_U2: np.ndarray, b: int) -> None:
     for u in range(g.units.shape[1]):
         g.units[b, u, X] = place_U2[u, 0] + uniform(g.rng[b], -START_JITTER, START_JITTER)
         g.units[b, u, Y] = place_U2[u, 1] + uniform(g.rng[b], -START_JITTER, START_JITTER)
 
 
 @jit
-def begin_battle(g: Battle, start: StartParams, stats_KF: np.ndarray, allies: int, b: int) -> None:
+def begin_battle(g: Any, start: StartParams, stats_KF: np.ndarray, allies: int, b: int) -> None:
     """Writes the types, places and full health of all units of game b, and the total reward of winning it."""
     if len(start.type_share_K):
         _draw_types(g, start.type_share_K, allies, b)

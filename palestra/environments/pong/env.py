@@ -225,13 +225,6 @@ def _store_final(g: PongArrays, b: int) -> None:
 @jit
 def _begin_all(g: PongArrays, points: int, max_steps: int, mirror: bool) -> None:
     for b in range(len(g.steps)):
-        for view in range(2):
-            for row in range(WALL_HEIGHT):
-                for x in range(SCREEN_SIZE):
-                    g.packed_pixels[b, view, row, x], g.packed_pixels[b, view, SCREEN_SIZE - 1 - row, x] = (
-                        GREY_PIXELS,
-                        GREY_PIXELS,
-                    )
         _begin_game(g, b, mirror)
         _write_state(g, b, points, max_steps)
 
@@ -323,6 +316,8 @@ class Pong(NativeEnv):
         )
 
     def _begin(self) -> None:
+        self._board.packed_pixels[:, :, :WALL_HEIGHT] = GREY_PIXELS
+        self._board.packed_pixels[:, :, -WALL_HEIGHT:] = GREY_PIXELS
         _begin_all(self._board, *self.options)
 
     def _advance(self, actions: np.ndarray) -> None:

@@ -56,7 +56,10 @@ class VmasEnv(VectorEnv):
         frame = self.vector_step
         clipped = clip_actions(self.action_spaces, actions)
         self.env.seed(self._next_seed())  # all envs of the process share the stream: reseed it for this step
-        by_seat = [self._seat_actions(n, clipped[:, n]) for n in range(len(self.seats))]
+        by_seat = [
+            clipped[:, n].reshape(self.num_envs, -1)[:, : space.width or 1]
+            for n, space in enumerate(self.action_spaces)
+        ]
         seen, rewards, terminated, truncated, _ = self.env.step(by_seat)
         for n, reward in enumerate(rewards):
             frame.rewards[:, n] = reward.numpy().reshape(self.num_envs)  # some scenarios pay [games, 1]
@@ -82,10 +85,6 @@ class VmasEnv(VectorEnv):
     def _next_seed(self) -> int:
         self._drawn += 1
         return combine_seeds(self._seed, self._drawn)
-
-    def _seat_actions(self, n: int, actions: np.ndarray) -> np.ndarray:
-        """Returns the actions of one seat [B, size] in VMAS's form."""
-        return actions.reshape(len(actions), -1)[:, : self.action_spaces[n].width or 1]
 
     def _write(self, obs: np.ndarray, seen: Any, rows: Any = slice(None)) -> None:
         for n, view in enumerate(seen):

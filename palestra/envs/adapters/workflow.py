@@ -126,7 +126,10 @@ class Workflow(Env):
         self.max_processes = max_processes
         self._is_fork = False
         self.options = options or {}
-        self.program = _load_function(function) if function else None
+        self.program: Callable[[WorkflowContext], Any] | None = None
+        if function:
+            self.program = load_object(function, "function")
+            check_function(self.program, f"function: {function}", "play")
         self.command = command or []
         self._running: _ProgramRun | None = None
         self._asked: dict[Seat, ChatCall] = {}
@@ -419,12 +422,6 @@ def _add_term(terms: dict[Seat, dict[str, float]], seat: Seat, name: str, reward
     """Adds a reward to a seat's term."""
     seat_terms = terms.setdefault(seat, {})
     seat_terms[name] = seat_terms.get(name, 0.0) + reward
-
-
-def _load_function(function: str) -> Callable[[WorkflowContext], Any]:
-    program = load_object(function, "function")
-    check_function(program, f"function: {function}", "play")
-    return program
 
 
 def _run_program(program: Callable[[WorkflowContext], Any] | None, play: WorkflowContext) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -100,7 +100,8 @@ class SingleStep:
 
 
 class SingleEnv(Protocol):
-    """One game of a package. `actions [N, ...]` are already legal and within bounds."""
+    """One game of a package. `actions [N, ...]` are already legal and within bounds. One that can be shown has a method
+    `render`, which returns the current position as `VectorEnv.render` does."""
 
     spec: VectorEnvSpec
 
@@ -112,14 +113,6 @@ class SingleEnv(Protocol):
 
     def close(self) -> None:
         """Releases the resources that the game holds."""
-
-
-@runtime_checkable
-class RenderedEnv(Protocol):
-    """A `SingleEnv` that can also be shown."""
-
-    def render(self) -> RenderFrame | None:
-        """Returns the current position, as `VectorEnv.render` does."""
 
 
 MakeSingleEnv = Callable[[], SingleEnv]
@@ -221,10 +214,8 @@ class SyncVectorEnv(VectorEnv):
             self._write_step(b, step)
 
     def render(self, game: int) -> RenderFrame | None:
-        single = self.single_envs[game]
-        if isinstance(single, RenderedEnv):
-            return single.render()
-        return None
+        render = getattr(self.single_envs[game], "render", None)
+        return render() if render else None
 
     def close(self) -> None:
         for game in self.single_envs:

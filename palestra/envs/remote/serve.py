@@ -18,14 +18,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 
 from palestra.core.http.listen import url_host
 from palestra.core.http.origin_middleware import is_loopback
-from palestra.envs.remote.server import EnvServer, ListenOptions
-from palestra.envs.remote.session import SessionLimits
+from palestra.envs.remote.server import EnvServer, EnvServerOptions
 from palestra.envs.remote.sessions import EnvSessions
 from palestra.parallel.processes import PipeProcess, join_or_kill
 
@@ -37,31 +35,6 @@ KILL_DELAY_S = 5.0  # seconds after the grace period until a running worker is k
 PR_SET_PDEATHSIG = 1  # option of prctl
 
 
-@dataclass(frozen=True)
-class EnvServerOptions:
-    """Options of `palestra serve-envs`.
-
-    `token`: the token itself. `lease_s`: seconds after which a silent client's sessions are closed. `grace_s`: seconds
-    that open sessions have to end after SIGTERM.
-    """
-
-    envs: tuple[str, ...]
-    host: str = "127.0.0.1"
-    port: int = 50051
-    num_workers: int = 1
-    cert: Path | None = None
-    key: Path | None = None
-    token: str | None = None
-    lease_s: float = 60.0
-    grace_s: float = 30.0
-    limits: SessionLimits = field(default_factory=SessionLimits)
-
-    def listen_options(self) -> ListenOptions:
-        """Returns the listen settings of a worker. Raises ValueError if the TLS files are incomplete or unreadable."""
-        address = f"{url_host(self.host)}:{self.port}"
-        return ListenOptions(address, self.num_workers, _tls(self.cert, self.key), self.token, self.lease_s)
-
-
 def serve(options: EnvServerOptions, print_line: PrintLine = print) -> None:
     """Serves until SIGTERM or SIGINT, then drains: opens no sessions, waits up to the grace period, kills workers that
     have not ended, and returns. A second signal ends everything at once.
@@ -70,7 +43,7 @@ def serve(options: EnvServerOptions, print_line: PrintLine = print) -> None:
     Exits with code 1 if workers had to be killed.
     """
     EnvSessions(options.envs)
-    options.listen_options()
+    options.read_tls()
     with _reserved(options) as port:
         WorkerSupervisor(replace(options, port=port), print_line).run()
 
@@ -93,7 +66,7 @@ def _worker(parent: Connection, options: EnvServerOptions) -> None:
 
 async def _work(options: EnvServerOptions, parent: Connection) -> None:
     sessions = EnvSessions(options.envs, options.limits)
-    server = EnvServer(sessions, options.listen_options())
+    server = EnvServer(sessions, options)
     gc.freeze()  # imported modules are permanent: exclude them from garbage collection
     stop_event = asyncio.Event()
     # A service manager may send SIGTERM to the workers too: a second one must not cut the grace period short.
@@ -251,17 +224,6 @@ def _reserved(options: EnvServerOptions) -> Iterator[int]:
         raise ValueError(f"cannot listen at {options.host}:{options.port}: {error}. Choose another --port.") from error
     with listener:
         yield port
-
-
-def _tls(cert: Path | None, key: Path | None) -> tuple[bytes, bytes] | None:
-    if (cert is None) != (key is None):
-        raise ValueError("TLS needs both a certificate and its key: give --cert cert.pem and --key key.pem")
-    if cert is None or key is None:
-        return None
-    try:
-        return key.read_bytes(), cert.read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read {error.filename}, which --cert or --key names: {error.strerror}") from error
 
 
 def _ready(options: EnvServerOptions, port: int) -> str:

@@ -12,16 +12,18 @@ import hmac
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from palestra.core.http.listen import url_host
 from palestra.envs.remote import MAX_REQUEST_BYTES, MAX_REQUESTS_PER_MESSAGE, PROTOCOL_VERSION, SERVICE
 from palestra.envs.remote import envs_pb2 as pb
-from palestra.envs.remote.session import ClientSessions
+from palestra.envs.remote.session import ClientSessions, SessionLimits
 from palestra.envs.remote.sessions import EnvSessions
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
@@ -37,35 +39,56 @@ SERVING = 1  # status code of the gRPC health protocol
 
 
 @dataclass(frozen=True)
-class ListenOptions:
-    """Address and access settings of a server.
+class EnvServerOptions:
+    """Options of `palestra serve-envs`.
 
-    `num_workers`: number of processes that share the address. `tls`: private key and certificate chain in PEM. `token`:
-    required from clients; None admits every client. `lease_s`: seconds after which a silent client's sessions are
-    closed.
+    `num_workers`: number of processes that share the address. `token`: required from clients; None admits every client.
+    `lease_s`: seconds after which a silent client's sessions are closed. `grace_s`: seconds that open sessions have to
+    end after SIGTERM.
     """
 
-    address: str
+    envs: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 50051
     num_workers: int = 1
-    tls: tuple[bytes, bytes] | None = None
+    cert: Path | None = None
+    key: Path | None = None
     token: str | None = None
     lease_s: float = 60.0
+    grace_s: float = 30.0
+    limits: SessionLimits = field(default_factory=SessionLimits)
+
+    @property
+    def address(self) -> str:
+        return f"{url_host(self.host)}:{self.port}"
+
+    def read_tls(self) -> tuple[bytes, bytes] | None:
+        """Returns private key and certificate chain in PEM; None without TLS. Raises ValueError if the files are
+        incomplete or unreadable."""
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("TLS needs both a certificate and its key: give --cert cert.pem and --key key.pem")
+        if self.cert is None or self.key is None:
+            return None
+        try:
+            return self.key.read_bytes(), self.cert.read_bytes()
+        except OSError as error:
+            raise ValueError(f"cannot read {error.filename}, which --cert or --key names: {error.strerror}") from error
 
 
 class EnvServer:
-    """gRPC server for `sessions`, listening as described by `listen_options` from `start` to `stop`."""
+    """gRPC server for `sessions`, listening as described by `options` from `start` to `stop`."""
 
-    def __init__(self, sessions: EnvSessions, listen_options: ListenOptions) -> None:
+    def __init__(self, sessions: EnvSessions, options: EnvServerOptions) -> None:
         self.sessions = sessions
-        self.listen_options = listen_options
+        self.options = options
         self.worker_id = uuid.uuid4().hex
         self.streams: dict[ReplyStream, asyncio.Task[None]] = {}
         self.named_clients: dict[str, ClientSessions] = {}
         self.close_tasks: set[asyncio.Task[None]] = set()
         self.health = health.aio.HealthServicer()
-        guards = [TokenInterceptor(listen_options.token)] if listen_options.token else []
+        guards = [TokenInterceptor(options.token)] if options.token else []
         self.server = grpc.aio.server(
-            interceptors=guards, options=_options(listen_options), maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS
+            interceptors=guards, options=_channel_options(options.lease_s), maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS
         )
         self.server.add_generic_rpc_handlers((self._handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
@@ -75,15 +98,13 @@ class EnvServer:
         """Starts listening and returns the port. Raises ValueError if the address cannot be bound."""
         await self.health.set(SERVICE, SERVING)
         try:
-            if self.listen_options.tls:
-                credentials = grpc.ssl_server_credentials([self.listen_options.tls])
-                port = self.server.add_secure_port(self.listen_options.address, credentials)
+            if tls := self.options.read_tls():
+                credentials = grpc.ssl_server_credentials([tls])
+                port = self.server.add_secure_port(self.options.address, credentials)
             else:
-                port = self.server.add_insecure_port(self.listen_options.address)
+                port = self.server.add_insecure_port(self.options.address)
         except RuntimeError as error:
-            raise ValueError(
-                f"cannot listen at {self.listen_options.address}: {error}. Choose another --port."
-            ) from error
+            raise ValueError(f"cannot listen at {self.options.address}: {error}. Choose another --port.") from error
         await self.server.start()
         self._watch = asyncio.create_task(self._expire())
         return int(port)
@@ -114,7 +135,7 @@ class EnvServer:
     async def describe(self, kind: pb.Kind, _: Any) -> pb.Description:
         """RPC Describe: returns the served envs and, if `kind` names a type, its seats, roles and options."""
         description = self.sessions.describe(kind)
-        description.workers = self.listen_options.num_workers
+        description.workers = self.options.num_workers
         return description
 
     async def ask(self, request: pb.Request, context: Any) -> pb.Reply:
@@ -132,7 +153,7 @@ class EnvServer:
         """RPC Play: serves a bidirectional stream; replies are sent in the order in which they become ready."""
         client = ClientSessions()
         stream = ReplyStream(context, self.sessions)
-        hello = pb.Hello(protocol=PROTOCOL_VERSION, worker=self.worker_id, workers=self.listen_options.num_workers)
+        hello = pb.Hello(protocol=PROTOCOL_VERSION, worker=self.worker_id, workers=self.options.num_workers)
         await context.write(pb.Replies(hello=hello, load=self.sessions.num_open, draining=self.sessions.is_draining))
         self.streams[stream] = asyncio.create_task(self._converse(client, stream))
         try:
@@ -173,9 +194,9 @@ class EnvServer:
     async def _expire(self) -> None:
         """Periodically closes the sessions of named clients whose lease has expired, and all idle sessions."""
         while True:
-            await asyncio.sleep(self.listen_options.lease_s / 10)
+            await asyncio.sleep(self.options.lease_s / 10)
             for name, client in list(self.named_clients.items()):
-                if time.monotonic() - client.last_request > self.listen_options.lease_s:
+                if time.monotonic() - client.last_request > self.options.lease_s:
                     del self.named_clients[name]
                     await self.sessions.close_client(client)
             await self.sessions.close_idle()
@@ -286,8 +307,8 @@ async def _refuse(_: Any, context: Any) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing, or not this server's")
 
 
-def _options(options: ListenOptions) -> list[tuple[str, int]]:
-    half = int(1000 * options.lease_s / 2)
+def _channel_options(lease_s: float) -> list[tuple[str, int]]:
+    half = int(1000 * lease_s / 2)
     return [
         ("grpc.so_reuseport", 1),  # shared with the other workers and the parent's reserving socket
         ("grpc.max_receive_message_length", MAX_REQUEST_BYTES + 2**20),  # plus envelope

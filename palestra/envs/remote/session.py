@@ -15,10 +15,6 @@ class InvalidRequest(ValueError):
     """Raised for a request that this server cannot execute, independent of the env."""
 
 
-class TooManySessions(InvalidRequest):
-    """Raised when the maximum number of sessions is open."""
-
-
 class UnknownSession(Exception):
     """Raised for a request to a session that does not exist."""
 
@@ -63,10 +59,6 @@ class EnvSession:
         if self.env is None:
             raise RuntimeError(f"the env could not be forked: {self.fork_error}")
         return self.env
-
-    def set_env(self, env: Env) -> None:
-        """Sets the env of a session that was created by a fork."""
-        self.env = env
 
     def add_task(self, rest: Awaitable[None]) -> asyncio.Task[None]:
         """Adds `rest` to the unfinished requests of this session and returns its task."""

@@ -35,7 +35,6 @@ from palestra.envs.remote.session import (
     InvalidRequest,
     ServerDraining,
     SessionLimits,
-    TooManySessions,
     UnknownSession,
 )
 
@@ -159,7 +158,7 @@ class EnvSessions:
     def _twin(self, client: ClientSessions, request: pb.Request) -> EnvSession:
         """Returns an empty session for a fork, under the number chosen by the client; the client can use it at once.
 
-        Raises InvalidRequest if the number is in use, TooManySessions if no session may be opened.
+        Raises InvalidRequest if the number is in use, or no session may be opened.
         """
         if request.fork in client.sessions:
             raise InvalidRequest(f"session {request.fork} is open already")
@@ -175,7 +174,7 @@ class EnvSessions:
             return None
         try:
             env = _of(client, request).ready_env
-            rest = self._then(self._called(env, env.fork), twin.set_env)
+            rest = self._then(self._called(env, env.fork), partial(setattr, twin, "env"))
         except Exception as error:
             twin.fork_error = f"{type(error).__name__}: {error}"
             raise
@@ -210,13 +209,13 @@ class EnvSessions:
         return self._then(self._called(session.env, session.env.close), lambda _: None)
 
     def _has_room(self, client: ClientSessions) -> None:
-        """Raises TooManySessions if the limit of all sessions or of this client's sessions is reached."""
+        """Raises InvalidRequest if the limit of all sessions or of this client's sessions is reached."""
         if self.num_open >= self.limits.max_sessions:
-            raise TooManySessions(
+            raise InvalidRequest(
                 f"this server has {self.num_open:,} sessions open, the maximum (serve-envs --sessions)"
             )
         if len(client.sessions) >= self.limits.max_sessions_per_client:
-            raise TooManySessions(
+            raise InvalidRequest(
                 f"this client has {len(client.sessions):,} sessions open here, the maximum: close some"
             )
 

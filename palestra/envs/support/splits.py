@@ -23,11 +23,7 @@ T = TypeVar("T")
 
 
 class PuzzleLayout(Protocol):
-    """Puzzle layout as required by `draw_layout`: board size, groups of cells (walls, goals, ...), and a solvability
-    test."""
-
-    @property
-    def size(self) -> int: ...
+    """Puzzle layout as required by `draw_layout`: groups of cells (walls, goals, ...), and a solvability test."""
 
     @property
     def cell_groups(self) -> tuple[Iterable[int], ...]: ...
@@ -82,8 +78,10 @@ def first_of_split(
     raise ValueError(error_message)
 
 
-def draw_layout(seed: int, propose: Callable[[np.random.Generator], L | None], split: Split, description: str) -> L:
-    """Returns the first solvable layout of `split` among those that `propose` draws from `seed`.
+def draw_layout(
+    seed: int, propose: Callable[[np.random.Generator], L | None], size: int, split: Split, description: str
+) -> L:
+    """Returns the first solvable layout of `split` among those of boards of `size` that `propose` draws from `seed`.
 
     `propose` returns None for an invalid draw. Raises ValueError, with the description `description`, if 20,000 draws
     give none, as there are then too few such layouts.
@@ -92,7 +90,7 @@ def draw_layout(seed: int, propose: Callable[[np.random.Generator], L | None], s
     return first_of_split(
         (propose(rng) for _ in range(MAX_DRAWS)),
         split,
-        lambda layout: split_of_layout(layout.size, layout.cell_groups),
+        lambda layout: split_of_layout(size, layout.cell_groups),
         f'no solvable layout of split "{split}" in {MAX_DRAWS} draws of {description}: '
         "there are too few such layouts; give a larger size, or fewer walls",
         accept=lambda layout: layout.is_solvable(),

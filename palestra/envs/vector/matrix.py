@@ -50,7 +50,7 @@ class MatrixArrays(NamedTuple):
 
 
 @jit
-def _play_round(t: MatrixArrays, payoff: np.ndarray, rounds: int, actions: np.ndarray) -> None:
+def _step_round(t: MatrixArrays, payoff: np.ndarray, rounds: int, actions: np.ndarray) -> None:
     """Writes the rewards and the last joint action, one-hot: in observations the seat's own action first, in the state
     player_0's."""
     rows = payoff.shape[0]
@@ -69,24 +69,8 @@ def _play_round(t: MatrixArrays, payoff: np.ndarray, rounds: int, actions: np.nd
         t.terminated[b] = t.place[b] == rounds
         if t.terminated[b]:
             t.place[b] = 0
-
-
-@jit
-def _step_rounds(t: MatrixArrays, payoff: np.ndarray, rounds: int, actions: np.ndarray) -> None:
-    _play_round(t, payoff, rounds, actions)
     store_ended(t, t.terminated)
     clear_games(t.obs, t.state, t.terminated)
-
-
-@jit
-def _play_two(t: MatrixArrays, actions: np.ndarray) -> None:
-    for b in range(len(t.place)):
-        first = int(actions[b, 0] == 1)
-        second = int(actions[b, 1] == 1)
-        reward = TWO_STEP_PAYOFFS[t.place[b], first, second]
-        t.rewards[b, 0], t.rewards[b, 1] = reward, reward
-        t.terminated[b] = t.place[b] != START
-        t.place[b] = START if t.terminated[b] else CERTAIN + first
 
 
 @jit
@@ -99,13 +83,19 @@ def _write_place(place: np.ndarray, obs: np.ndarray, state: np.ndarray) -> None:
 
 @jit
 def _step_two(t: MatrixArrays, actions: np.ndarray) -> None:
-    _play_two(t, actions)
+    for b in range(len(t.place)):
+        first = int(actions[b, 0] == 1)
+        second = int(actions[b, 1] == 1)
+        reward = TWO_STEP_PAYOFFS[t.place[b], first, second]
+        t.rewards[b, 0], t.rewards[b, 1] = reward, reward
+        t.terminated[b] = t.place[b] != START
+        t.place[b] = START if t.terminated[b] else CERTAIN + first
     store_ended(t, t.terminated)
     _write_place(t.place, t.obs, t.state)
 
 
 @jit
-def _play_m(t: MatrixArrays, steps: int, actions: np.ndarray) -> None:
+def _step_m(t: MatrixArrays, steps: int, actions: np.ndarray) -> None:
     """Plays a step of the m-step game. State 0 is the start, followed by the steps - 1 states of the left branch and as
     many of the right one."""
     for b in range(len(t.place)):
@@ -121,11 +111,6 @@ def _play_m(t: MatrixArrays, steps: int, actions: np.ndarray) -> None:
         t.terminated[b] = last or not reward
         following = at + 1 if at != START else 1 + branch * (steps - 1)
         t.place[b] = START if t.terminated[b] else following
-
-
-@jit
-def _step_m(t: MatrixArrays, steps: int, actions: np.ndarray) -> None:
-    _play_m(t, steps, actions)
     store_ended(t, t.terminated)
     _write_place(t.place, t.obs, t.state)
 
@@ -191,7 +176,7 @@ class MatrixGame(_Tabular):
         super().__init__(num_envs, (rows, columns), rows + columns, rows + columns + 1)
 
     def _advance(self, actions: np.ndarray) -> None:
-        _step_rounds(self._table, self.payoff, self.rounds, actions.astype(np.int32, copy=False))
+        _step_round(self._table, self.payoff, self.rounds, actions.astype(np.int32, copy=False))
 
 
 class TwoStepGame(_PlaceGame):

@@ -115,7 +115,16 @@ class League:
         latest = {name: self.learners[name].latest for name in weights.current}
         members = self._draw_opponents(learner, weights, latest)
         opponents = Opponents({self.logic.rival_of[learner.player]: members})
-        task = slice_task(self.config, self.population, learner, opponents, start=learner.start, self_play=self_play)
+        task = slice_task(
+            self.config,
+            self.population,
+            f"{learner.name}-{learner.slices + 1}",
+            opponents,
+            learner=learner.name,
+            player=learner.player,
+            start=learner.start,
+            self_play=self_play,
+        )
         numbers = self.logic.met_by(learner).number_of
         names = {m: [m] if m in numbers and weights.frozen[numbers[m]] else [] for m in members}
         for name, member in latest.items():

@@ -60,17 +60,6 @@ def _rate(games: float, wins: float) -> float:
     return min(wins / games, 1.0) if games else UNPLAYED_WIN_RATE  # rounding may exceed 1
 
 
-def delta_uniform(names: Sequence[str], delta: float) -> Mix:
-    """Returns the uniform mixture over the newest fraction `delta` of the history, rounded up (Bansal et al., 2018,
-    sec. 3.2).
-
-    0 is only the newest member, 1 the whole history. The paper's delta is 1 minus this one: the position of the oldest
-    member. Raises ValueError if `names` is empty.
-    """
-    newest = _some(names)[-max(1, math.ceil(delta * len(names))) :]
-    return dict.fromkeys(newest, 1 / len(newest))
-
-
 def pfsp(win_rates: np.ndarray, weighting: PFSPWeighting = "squared") -> np.ndarray:
     """Returns opponent probabilities of prioritised fictitious self-play, float64 [opponents], from the learner's win
     rates [opponents] (Vinyals et al., 2019, "Matchmaking"); uniform if all weights are 0.
@@ -117,12 +106,15 @@ class LatestMatchmaker(Matchmaker):
 class HistoryMatchmaker(Matchmaker):
     """Uniform over the newest members; by default over all members, which is fictitious self-play."""
 
+    # Bansal et al., 2018, sec. 3.2; their delta is 1 minus this one: the position of the oldest member
+
     type: Literal["history"] = "history"
     delta: float = Field(1.0, ge=0, le=1)
     """Fraction of the history to use, newest members first; 1: all, 0: only the newest member."""
 
     def mix(self, names: Sequence[str], win_rates: Mapping[str, float], solution: Mix) -> Mix:
-        return delta_uniform(names, self.delta)
+        newest = _some(names)[-max(1, math.ceil(self.delta * len(names))) :]
+        return dict.fromkeys(newest, 1 / len(newest))
 
 
 class PFSPMatchmaker(Matchmaker):

@@ -177,8 +177,10 @@ class PBT:
         task = slice_task(
             self.config,
             self.population,
-            learner,
+            f"{learner.name}-{learner.slices + 1}",
             opponents,
+            learner=learner.name,
+            player=learner.player,
             start=learner.latest,
             self_play=self_play,
             settings=dict(learner.settings),

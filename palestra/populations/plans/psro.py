@@ -31,7 +31,6 @@ from palestra.populations.plans.psro_responses import (
     Response,
     gain_error,
     most_recommended,
-    newest_snapshots,
     recommended_members,
     response_gain,
     start_member,
@@ -161,7 +160,12 @@ class PSRO:
         return math.inf if error is None else gain - error
 
     def _snapshots(self) -> dict[Player, dict[str, str]]:
-        return newest_snapshots(self.responses, self.population.players)
+        """Returns, by player, the newest snapshot of each response in training that has one."""
+        snapshots: dict[Player, dict[str, str]] = {player: {} for player in self.population.players}
+        for response in self.responses:
+            if response.latest and not response.is_frozen:
+                snapshots[response.player][response.name] = response.latest
+        return snapshots
 
     def _record_assessment(self, task: AssessTask, result: AssessResult) -> None:
         number = task.iteration

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,12 +134,3 @@ def warn_full(solver: str, meta: MetaStrategy, metrics: Metrics) -> None:
         f"takes no larger table{fix}",
         stacklevel=2,
     )
-
-
-def newest_snapshots(responses: Iterable[Response], players: Sequence[Player]) -> dict[Player, dict[str, str]]:
-    """Returns, by player, the newest snapshot of each response in training that has one."""
-    snapshots: dict[Player, dict[str, str]] = {player: {} for player in players}
-    for response in responses:
-        if response.latest and not response.is_frozen:
-            snapshots[response.player][response.name] = response.latest
-    return snapshots

@@ -17,28 +17,24 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from palestra.core.config import StrictModel
 from palestra.core.types import TEAM, Metrics
 from palestra.parallel.tasks import Result, Task
 from palestra.populations.payoffs import PayoffTable
 from palestra.populations.plans.empirical_game import MatchQueue
 from palestra.populations.plans.matchmaking import LatestMatchmaker, MatchmakerConfig, WinRates
 from palestra.populations.plans.meta_strategy import MetaStrategy, drop_negligible
+from palestra.populations.plans.slices import SliceConfig, slice_task
 from palestra.populations.plans.solvers import MetaSolverConfig, Nash
 from palestra.populations.population import Member, Mix, Player, Population
 from palestra.populations.tasks import AssessResult, AssessTask, Opponents, PlayResult, PlayTask, TrainResult, TrainTask
 
 
-class SelfPlayConfig(StrictModel):
+class SelfPlayConfig(SliceConfig):
     """Self-play with a pool of earlier members: slices, choice of opponents, and evaluation."""
 
     type: Literal["self_play"] = "self_play"
     slices: int = Field(40, ge=1)
     """Slices that each player trains."""
-    env_steps: int = Field(20_000, ge=1)
-    """Env steps of each slice."""
-    train_steps: int = Field(0, ge=0)
-    """Training steps of each slice, for language agents; replaces `env_steps` if above 0."""
     matchmaker: MatchmakerConfig = LatestMatchmaker()
     """Computes the mixture of opponents."""
     pool_size: int = Field(0, ge=0)
@@ -57,8 +53,6 @@ class SelfPlayConfig(StrictModel):
     """Payoff cells per task of games."""
     meta_solver: MetaSolverConfig = Nash()
     """Meta-solver for matchmaker `solution`."""
-    win_rate_decay: float = Field(0.99, gt=0, le=1)
-    """Factor by which earlier results against an opponent decay with each game; 1: all games count equally."""
     nash_conv_every: int = Field(1, ge=0)
     """Measure NashConv every n slices; 0: never. Needs a game with exact rules."""
     nash_conv_of: Literal["average", "latest"] = "average"
@@ -223,30 +217,19 @@ class SelfPlay:
         start = members[-1] if self.config.continues and self.population.names_with_files(members[-1:]) else None
         opponents = self._opponents(player)
         self.in_training.add(player)
-        return TrainTask(
-            f"train/{name}",
-            player=player,
-            opponents=opponents,
-            start=start,
-            self_play=self.config.self_play,
-            env_steps=None if self.config.train_steps else self.config.env_steps,
-            train_steps=self.config.train_steps or None,
-            members=self.population.names_with_files([*opponents.names(), start]),
-            output_member=name,
+        return slice_task(
+            self.config, self.population, name, opponents, player=player, start=start, self_play=self.config.self_play
         )
 
     def _opponents(self, player: Player) -> Opponents:
         """Returns the mixture of opponents of a player's next slice, by player."""
         names = self._pool(self.slices_done[player])
         others = [other for other in names if other != player] or [player]
-        mixes = {
-            other: self.config.matchmaker.mix(names[other], self._rates(player, names[other]), solution)
-            for other, solution in self._solution(names, others).items()
-        }
+        mixes = {}
+        for other, solution in self._solution(names, others).items():
+            rates = {name: self.win_rates.rate(player, name) for name in names[other]}
+            mixes[other] = self.config.matchmaker.mix(names[other], rates, solution)
         return Opponents({other: drop_negligible(mix) for other, mix in mixes.items()})
-
-    def _rates(self, player: Player, names: Sequence[str]) -> dict[str, float]:
-        return {name: self.win_rates.rate(player, name) for name in names}
 
     def _solution(self, names: dict[Player, list[str]], others: Sequence[Player]) -> dict[Player, Mix]:
         """Returns the meta-strategy of each player if the matchmaker uses it; else empty mixtures."""

@@ -1,11 +1,11 @@
-"""Training slices, which leagues and population-based training share.
+"""Training slices, which self-play, leagues and population-based training share.
 
 A learner trains slice after slice; each slice is a `TrainTask` that produces a member.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import Field
 
@@ -27,32 +27,23 @@ class SliceConfig(StrictModel):
     """Factor by which a pair's earlier results decay with each game; 1: all games count equally."""
 
 
-class SliceLearner(Protocol):
-    """A policy in training: its name and player, and the number of slices it has trained."""
-
-    name: str
-    player: Player
-    slices: int
-
-
 def slice_task(
     config: SliceConfig,
     population: Population,
-    learner: SliceLearner,
+    member: str,
     opponents: Opponents,
     *,
-    start: str,
+    player: Player,
+    start: str | None,
     **more: Any,
 ) -> TrainTask:
-    """Returns the task of a learner's next slice against `opponents`.
+    """Returns the task of the slice of a player that produces `member`, against `opponents`.
 
-    It starts from the weights of member `start` ("": new weights). `more` are further fields of the task.
+    It starts from the weights of member `start` ("" or None: new weights). `more` are further fields of the task.
     """
-    member = f"{learner.name}-{learner.slices + 1}"
     return TrainTask(
         f"train/{member}",
-        learner=learner.name,
-        player=learner.player,
+        player=player,
         opponents=opponents,
         start=start or None,
         env_steps=None if config.train_steps else config.env_steps,

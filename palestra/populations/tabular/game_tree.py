@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from palestra.envs.rules.base import Rules
-from palestra.populations.tabular.traversal import GameTraversal, enumerate_states, traverse
+from palestra.populations.tabular.traversal import GameStates, GameTraversal, enumerate_states, traverse
 
 MAX_NODES = 1_000_000
 
@@ -63,10 +63,10 @@ def build_game_tree(rules: Rules[Any], *, max_nodes: int = MAX_NODES) -> GameTre
     """Enumerates a game. Raises ValueError if it has more than `max_nodes` nodes, or if information states with the
     same observation differ in their legal actions."""
     known = enumerate_states(rules, max_nodes)
-    return _build_tree(rules, traverse(known, rules.num_players, len(rules.action_names), max_nodes))
+    return _build_tree(rules, known, traverse(known, rules.num_players, len(rules.action_names), max_nodes))
 
 
-def _build_tree(rules: Rules[Any], traversal: GameTraversal) -> GameTree:
+def _build_tree(rules: Rules[Any], known: GameStates, traversal: GameTraversal) -> GameTree:
     """Renumbers the information states by player and depth, so that each level is a slice."""
     order = np.lexsort((traversal.depth, traversal.state_player))
     owner = traversal.state_player[order]
@@ -81,16 +81,16 @@ def _build_tree(rules: Rules[Any], traversal: GameTraversal) -> GameTree:
         num_players=n,
         action_names=rules.action_names,
         state_player=owner,
-        action_mask=traversal.action_mask[order],
-        info_state_tensors=traversal.info_state_tensors[seen],
-        info_state_texts=[traversal.info_state_texts[view] for view in seen.tolist()],
+        action_mask=known.action_mask[seen],
+        info_state_tensors=known.info_state_tensors[seen],
+        info_state_texts=[known.info_state_texts[view] for view in seen.tolist()],
         parent_sequence=_renumber_sequences(traversal.parent_sequence[order], anew, n, width),
         levels=[_levels(owner, depth, player) for player in range(n)],
         end_sequences=_renumber_sequences(traversal.end_sequences, anew, n, width),
         chance_probs=traversal.chance_probs,
         returns=traversal.returns,
         num_nodes=traversal.num_nodes,
-        has_ambiguous_tensors=traversal.has_ambiguous_tensors or len(np.unique(seen)) < len(seen),
+        has_ambiguous_tensors=known.has_ambiguous_tensors or len(np.unique(seen)) < len(seen),
     )
 
 

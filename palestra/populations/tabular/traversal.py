@@ -47,15 +47,11 @@ class GameTraversal:
 
     state_player: np.ndarray  # [I]
     depth: np.ndarray  # [I] number of the player's earlier decisions
-    info_state: np.ndarray  # [I] row in `info_state_tensors`
-    action_mask: np.ndarray  # [I, A]
+    info_state: np.ndarray  # [I] row in `GameStates.info_state_tensors`
     parent_sequence: np.ndarray  # [I]
     end_sequences: np.ndarray  # [T, n]
     chance_probs: np.ndarray  # [T]
     returns: np.ndarray  # [T, n]
-    info_state_tensors: np.ndarray
-    info_state_texts: list[str]
-    has_ambiguous_tensors: bool
     num_nodes: int
 
 
@@ -172,19 +168,14 @@ def traverse(states: GameStates, num_players: int, num_actions: int, max_nodes: 
         ends.append(NodeLevel(*(column[over] for column in level)))
         level = _next(states, NodeLevel(*(column[~over] for column in level)), info_states)
     over_at, last, chance = (np.concatenate(columns) for columns in zip(*ends, strict=True))
-    seen = np.array(info_states.seen, np.int64)
     return GameTraversal(
         state_player=np.array(info_states.owner, np.int64),
         depth=np.array(info_states.depth, np.int64),
-        info_state=seen,
-        action_mask=states.action_mask[seen],
+        info_state=np.array(info_states.seen, np.int64),
         parent_sequence=np.array(info_states.parent, np.int64),
         end_sequences=last,
         chance_probs=chance,
         returns=states.returns[over_at],
-        info_state_tensors=states.info_state_tensors,
-        info_state_texts=states.info_state_texts,
-        has_ambiguous_tensors=states.has_ambiguous_tensors,
         num_nodes=nodes,
     )
 

@@ -25,7 +25,7 @@ from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.batch.seat_shuffle import SeatShuffledEnv
 from palestra.parallel.tasks import Result, Task
 from palestra.populations.payoffs import PayoffCell
-from palestra.populations.population import Mix, Player, Sides
+from palestra.populations.population import Player, Sides
 from palestra.populations.tabular.game_tree import GameTree
 from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainResult, TrainTask
 from palestra.populations.workers.exact import ExactSolver
@@ -90,12 +90,11 @@ def opponent_sampler(opponents: Opponents, registry: MemberRegistry, players: Se
     if opponents.joint:
         lineups = [[registry.index(player, one.members[player]) for player in players] for one in opponents.joint]
         return JointSampler(lineups, [lineup.probability for lineup in opponents.joint])
-    return IndependentSampler([_shares(registry, player, opponents.mixes[player]) for player in players])
-
-
-def _shares(registry: MemberRegistry, player: Player, mix: Mix) -> dict[int, float]:
-    """Returns the probabilities of a mix by the members' numbers."""
-    return {registry.index(player, name): p for name, p in mix.items() if p > 0}
+    mixes: list[dict[int, float]] = []
+    for player in players:
+        mix = opponents.mixes[player]
+        mixes.append({registry.index(player, name): p for name, p in mix.items() if p > 0})
+    return IndependentSampler(mixes)
 
 
 class OpponentStats:
@@ -258,7 +257,7 @@ class NetWorker:
     def _train(self, task: TrainTask, members: Mapping[str, Path], out: Path) -> TrainResult:
         name = task.output_member
         config = apply_settings(self.config, task.settings)
-        learner = self._learner(config, name, self.sides.seats[self._side(task.player)])
+        learner = self._learner(config, name, self.sides.seats[self.sides.owners.index(task.player)])
         if task.start:
             NetLearner.load_arrays(learner, read_arrays(members[task.start] / TRAINING_FILE))
         mixture, stats = self._mixture(task, members, learner)
@@ -297,15 +296,11 @@ class NetWorker:
             )
         return learner
 
-    def _side(self, player: Player) -> int:
-        """Returns the number of the side at which a member of `player` learns."""
-        return self.sides.owners.index(player)
-
     def _mixture(
         self, task: TrainTask, members: Mapping[str, Path], learner: NetLearner
     ) -> tuple[Mixture, OpponentStats]:
         """Returns the mixture that plays the other sides, and the statistics of its games."""
-        own = self._side(task.player)
+        own = self.sides.owners.index(task.player)  # its first side, if it has several
         others = [number for number in range(len(self.sides.seats)) if number != own]
         table = self._table(members)
         sampler = opponent_sampler(task.opponents, table, [self.sides.owners[number] for number in others])

@@ -94,6 +94,10 @@ class ActionValueLearner(NetLearner):
             heads |= dict.fromkeys(stack.seat_mapping.all_seats, stack.head)
         self.action_encoder = ActionEncoder(heads)
         self.critics = [self._critic(stack) for stack in self.stacks]
+        self.register("critic", [one.net for one in self.critics], [one.optimizer for one in self.critics])
+        self.register("target", [one.target for one in self.critics])
+        # online and target networks
+        self.polyak_pairs: list[tuple[nn.Module, nn.Module]] = [(one.net, one.target) for one in self.critics]
         self.replay = self.build_replay()
         self.steps = 0
         self.build_extras()
@@ -232,17 +236,6 @@ class ActionValueLearner(NetLearner):
         return seen.flatten(1, 2)
 
     # ---- state
-
-    def polyak_pairs(self) -> list[tuple[Net, Net]]:
-        """Returns pairs of online and target networks."""
-        return [(critic.net, critic.target) for critic in self.critics]
-
-    def modules(self) -> dict[str, nn.Module]:
-        nets = {f"critic.{i}": critic.net for i, critic in enumerate(self.critics)}
-        return super().modules() | nets | {f"target.{i}": critic.target for i, critic in enumerate(self.critics)}
-
-    def optimizers(self) -> dict[str, StackedOptimizer]:
-        return super().optimizers() | {f"critic_adam.{i}": critic.optimizer for i, critic in enumerate(self.critics)}
 
     def state_arrays(self) -> Arrays:
         replay = {f"replay/{name}": array for name, array in self.replay.arrays().items()}

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from palestra.core.losses import LossInputs, TensorMetrics
 from palestra.core.types import Metrics, RolloutBatch
@@ -139,6 +139,8 @@ class ActorCriticLearner(NetLearner):
         self.has_value_output = config.aux_value_coef > 0
         super().__init__(spec)
         self.critics = [self._critic(seat_mapping) for seat_mapping in self._critic_seat_mappings(spec.seats)]
+        self.register_critics()
+        self.extra_modules |= {f"value_norm.{i}": critic.norm for i, critic in enumerate(self.critics) if critic.norm}
 
     trains_teams = True
     value_output_metric = "auxiliary_loss"  # the loss of the value output of policies' networks
@@ -154,6 +156,10 @@ class ActorCriticLearner(NetLearner):
         for name, own in seats.items():
             mappings += super().seat_mappings({name: own})
         return mappings
+
+    def register_critics(self) -> None:
+        """Adds the networks of the critics to the training state."""
+        self.register("critic", [one.net for one in self.critics], [one.optimizer for one in self.critics])
 
     def _critic_seat_mappings(self, seats: dict[str, list[int]]) -> list[SeatMapping]:
         """Returns the seat mapping of each critic: which seats share its networks."""
@@ -259,7 +265,9 @@ class ActorCriticLearner(NetLearner):
         for critic in self.critics:
             seats = critic.seat_mapping.seat_index(self.device)
             values[..., seats], ends = critic.evaluate(
-                self._critic_observations(critic, batch), self._final_critic_observations(critic, batch), batch
+                self._critic_observations(critic, batch),
+                self._critic_input(critic, batch.final_obs, batch.final_state, 1),
+                batch,
             )
             bootstrap[times[:, None], games[:, None], seats] = torch.where(cut[:, seats], ends, 0.0)
         return values, bootstrap
@@ -360,10 +368,6 @@ class ActorCriticLearner(NetLearner):
         """Returns a critic's inputs at every step [P, T+1, B*S, ...]."""
         return self._critic_input(critic, batch.obs, batch.state, 2).flatten(2, 3)
 
-    def _final_critic_observations(self, critic: ValueCritic, batch: RolloutTensors) -> Tensor:
-        """Returns a critic's inputs at the ends of games [P, F, S, ...]."""
-        return self._critic_input(critic, batch.final_obs, batch.final_state, 1)
-
     def _critic_input(self, critic: ValueCritic, obs: Tensor, state: Tensor | None, lead: int) -> Tensor:
         """Returns a critic's inputs: [..., N, *view] -> [P, ..., S, *input]."""
         seat_mapping = critic.seat_mapping
@@ -392,13 +396,6 @@ class ActorCriticLearner(NetLearner):
         )
 
     # ---- state
-
-    def modules(self) -> dict[str, nn.Module]:
-        norms = {f"value_norm.{i}": critic.norm for i, critic in enumerate(self.critics) if critic.norm}
-        return super().modules() | {f"critic.{i}": critic.net for i, critic in enumerate(self.critics)} | norms
-
-    def optimizers(self) -> dict[str, StackedOptimizer]:
-        return super().optimizers() | {f"critic_adam.{i}": critic.optimizer for i, critic in enumerate(self.critics)}
 
     def state_arrays(self) -> Arrays:
         found = super().state_arrays()

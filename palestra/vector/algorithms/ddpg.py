@@ -10,10 +10,10 @@ from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from palestra.core.losses import TensorMetrics
-from palestra.envs.vector_base import Continuous, Discrete, Space
+from palestra.envs.vector_base import Continuous, Space
 from palestra.vector.algorithms.action_values import UpdateBatch
 from palestra.vector.algorithms.critics import frozen_copy
 from palestra.vector.algorithms.off_policy import OffPolicyConfig, OffPolicyLearner, PolicyOutput
@@ -25,7 +25,7 @@ from palestra.vector.nets.exploration_noise import CorrelatedNoise
 from palestra.vector.nets.heads import ActionHead, CategoricalHead
 from palestra.vector.nets.layers import Net
 from palestra.vector.nets.on_device import normal_like
-from palestra.vector.policies.nets import ActionSelector, noisy_selector, sampling_selector
+from palestra.vector.policies.nets import ActionSelector, noisy_selector
 
 
 class DeterministicConfig(OffPolicyConfig, ABC):
@@ -86,21 +86,17 @@ class DDPGLearner(OffPolicyLearner):
 
     def build_extras(self) -> None:
         self.copies = [frozen_copy(stack.net) for stack in self.stacks]
+        self.register("copy", self.copies)
+        self.polyak_pairs += [(stack.net, copy) for stack, copy in zip(self.stacks, self.copies, strict=True)]
 
-    def make_head(self, space: Space) -> ActionHead:
-        if isinstance(space, Continuous):
-            return TanhHead(space)
-        assert isinstance(space, Discrete)
-        return CategoricalHead(space)
-
-    def output_size(self, head: ActionHead) -> int:
-        return head.width or head.outputs
+    def build_head(self, space: Space) -> ActionHead:
+        return TanhHead(space) if isinstance(space, Continuous) else super().build_head(space)
 
     def exploration(self, stack: PolicyStack, noise: CorrelatedNoise, progress: float) -> ActionSelector:
         if isinstance(stack.seat_mapping.action_space, Continuous):
             head = TanhHead(stack.seat_mapping.action_space, self.config.noise_at(progress)).to(self.device)
             return noisy_selector(head, noise)
-        return sampling_selector(stack.head)
+        return stack.head.sample
 
     def policy_output(
         self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
@@ -132,13 +128,6 @@ class DDPGLearner(OffPolicyLearner):
         return actor_loss(q[0][..., 0], batch.policy_weights) + self.config.action_l2_coef * size, {
             "outputs": size.detach()
         }
-
-    def polyak_pairs(self) -> list[tuple[Net, Net]]:
-        nets = [stack.net for stack in self.stacks]
-        return super().polyak_pairs() + list(zip(nets, self.copies, strict=True))
-
-    def modules(self) -> dict[str, nn.Module]:
-        return super().modules() | {f"copy.{i}": net for i, net in enumerate(self.copies)}
 
 
 class TD3Learner(DDPGLearner):

@@ -12,7 +12,7 @@ from torch import Tensor
 from palestra.core.losses import TensorMetrics
 from palestra.vector.algorithms.q_learning import QLearner, QLearningConfig
 from palestra.vector.learners.nets import WEIGHT_KEY, NetLearner
-from palestra.vector.losses import q_loss, q_target
+from palestra.vector.losses import q_loss, td_target
 from palestra.vector.nets.replay import TransitionBatch
 from palestra.vector.nets.sequence_replay import SequenceBatch
 
@@ -47,7 +47,7 @@ class DQNLearner(QLearner):
         known = []
         for i, stack in enumerate(self.stacks):
             q, taken, following = self.online_and_target_values(i, drawn)
-            target = q_target(stack.rows(drawn.rewards), stack.rows(drawn.discounts), following)
+            target = td_target(stack.rows(drawn.rewards), stack.rows(drawn.discounts), following)
             weight = stack.rows(drawn.weight)
             count = (weight > 0).sum((1, 2), keepdim=True).clamp(min=1)
             loss, error = q_loss(taken, target, weight / count)

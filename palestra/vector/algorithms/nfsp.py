@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from palestra.core.losses import LossInputs, cross_entropy_loss
 from palestra.core.seeding import derive_seed
@@ -28,10 +28,9 @@ from palestra.vector.learners.nets import NetLearner, NetLearnerSpec, mean_metri
 from palestra.vector.learners.optimizers import StackedOptimizer
 from palestra.vector.learners.policy_stack import PolicyStack, policy_writers, strip_prefix
 from palestra.vector.nets.heads import make_head
-from palestra.vector.nets.layers import Net, make_generators
 from palestra.vector.nets.normalise import normalise
 from palestra.vector.nets.on_device import as_tensor
-from palestra.vector.policies.nets import NetVectorPolicy, greedy_selector, sampling_selector
+from palestra.vector.policies.nets import NetVectorPolicy, greedy_selector
 
 
 class Reservoir:
@@ -152,41 +151,29 @@ class NFSPLearner(DQNLearner):
         if any(stack.net.recurrent_units for stack in self.stacks):
             raise ValueError("nfsp does not train recurrent policies: leave out gru_units in policies")
         self.averages = [self._average(stack) for stack in self.stacks]
+        self.register("average", [stack.net for stack in self.averages], [stack.optimizer for stack in self.averages])
         self.reservoirs = {name: Reservoir(self.config.reservoir_size) for name in self.names}
 
     def _average(self, stack: PolicyStack) -> PolicyStack:
         """Returns a stack of the same shape for the average strategies."""
         seat_mapping = stack.seat_mapping
-        head = make_head(stack.seat_mapping.action_space)
+        head = make_head(seat_mapping.action_space).to(self.device)
         config = stack.config.model_copy(update={"lr": self.config.average_lr})
         seeds = [derive_seed(self.seeds[name], "average") for name in seat_mapping.names]
-        net = Net(
-            seat_mapping.input_shape,
-            head.outputs,
-            config,
-            make_generators(seeds),
-            self.output_gain,
-            layout=seat_mapping.layout,
-        ).to(self.device)
-        return PolicyStack(
-            seat_mapping,
-            config,
-            head.to(self.device),
-            net,
-            StackedOptimizer(net, seat_mapping.names, config, self.process_group),
-            stack.norm,
-        )
+        net = self.build_net(seat_mapping, head, config, seeds).to(self.device)
+        optimizer = StackedOptimizer(net, seat_mapping.names, config, self.process_group)
+        return PolicyStack(seat_mapping, config, head, net, optimizer, stack.norm)
 
     # ---- play
 
     def rollout_policies(self, progress: float) -> list[Any]:
         responses = super().rollout_policies(progress)
-        averages = [stack.build_policy(sampling_selector(stack.head)) for stack in self.averages]
+        averages = [stack.build_policy(stack.head.sample) for stack in self.averages]
         pairs = zip(responses, averages, strict=True)
         return [NFSPPolicy(response, average, self.config.eta) for response, average in pairs]
 
     def sampling_policies(self) -> list[NetVectorPolicy]:
-        return [stack.build_policy(sampling_selector(stack.head)) for stack in self.averages]
+        return [stack.build_policy(stack.head.sample) for stack in self.averages]
 
     def greedy_policies(self) -> list[NetVectorPolicy]:
         return [stack.build_policy(greedy_selector(stack.head)) for stack in self.averages]
@@ -198,7 +185,8 @@ class NFSPLearner(DQNLearner):
         rng = np.random.default_rng(derive_seed(self.seeds[self.names[0]], "reservoir", self.env_steps_seen))
         for stack in self.averages:
             self._remember(stack, batch, rng)
-        if self._ready() and self._all_remember():
+        all_remember = all(len(reservoir) for reservoir in self.reservoirs.values())
+        if self._ready() and self.process_group.all_ranks(all_remember):
             for stack in self.averages:
                 own = [self._imitate(stack, rng, progress) for _ in range(self.config.average_updates)]
                 for p, name in enumerate(stack.seat_mapping.names):
@@ -217,10 +205,6 @@ class NFSPLearner(DQNLearner):
             if action_mask is not None:
                 rows["action_mask"] = action_mask[p][kept].numpy()
             self.reservoirs[name].add(rows, rng)
-
-    def _all_remember(self) -> bool:
-        """Returns True if every policy's reservoir holds an action, in all processes."""
-        return self.process_group.all_ranks(all(len(reservoir) for reservoir in self.reservoirs.values()))
 
     def _imitate(self, stack: PolicyStack, rng: np.random.Generator, progress: float) -> Tensor:
         """Takes one gradient step of the average strategies; returns their losses [P]."""
@@ -244,12 +228,6 @@ class NFSPLearner(DQNLearner):
     def member_writers(self) -> dict[str, Callable[[Path], None]]:
         """Returns writers of the average strategies."""
         return policy_writers(self.averages)
-
-    def modules(self) -> dict[str, nn.Module]:
-        return super().modules() | {f"average.{i}": stack.net for i, stack in enumerate(self.averages)}
-
-    def optimizers(self) -> dict[str, StackedOptimizer]:
-        return super().optimizers() | {f"average_adam.{i}": stack.optimizer for i, stack in enumerate(self.averages)}
 
     def state_arrays(self) -> Arrays:
         found = super().state_arrays() | {"average_versions": np.array([stack.version for stack in self.averages])}

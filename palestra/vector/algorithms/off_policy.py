@@ -18,7 +18,7 @@ from torch import Tensor
 
 from palestra.core.losses import TensorMetrics
 from palestra.core.types import RolloutBatch
-from palestra.envs.vector_base import Arrays, Space
+from palestra.envs.vector_base import Arrays
 from palestra.vector.algorithms.action_values import ActionValueConfig, ActionValueLearner, UpdateBatch
 from palestra.vector.algorithms.critics import frozen_parameters, polyak_update
 from palestra.vector.learners.nets import NetLearnerSpec
@@ -26,17 +26,10 @@ from palestra.vector.learners.policy_stack import PolicyStack, strip_prefix
 from palestra.vector.losses import td_target
 from palestra.vector.nets.continuous_heads import BoundedHead, idle_code
 from palestra.vector.nets.exploration_noise import CorrelatedNoise
-from palestra.vector.nets.heads import MASKED_LOGIT, ActionHead
+from palestra.vector.nets.heads import MASKED_LOGIT
 from palestra.vector.nets.on_device import RolloutTensors
 from palestra.vector.nets.replay import ReplayBuffer, TransitionBatch
-from palestra.vector.nets.seat_mapping import SeatMapping
-from palestra.vector.policies.nets import (
-    ActionSelector,
-    NetVectorPolicy,
-    noisy_selector,
-    sampling_selector,
-    uniform_selector,
-)
+from palestra.vector.policies.nets import ActionSelector, NetVectorPolicy, noisy_selector, uniform_selector
 
 # transitions, and share of the run, of random play before training
 MOST_RANDOM = 10_000
@@ -102,10 +95,6 @@ class OffPolicyLearner(ActionValueLearner):
     # ---- defined by an algorithm
 
     @abstractmethod
-    def make_head(self, space: Space) -> ActionHead:
-        """Returns the policies' distribution over actions."""
-
-    @abstractmethod
     def policy_output(
         self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
     ) -> PolicyOutput:
@@ -144,11 +133,6 @@ class OffPolicyLearner(ActionValueLearner):
 
     # ---- construction
 
-    def build_stack(self, seat_mapping: SeatMapping) -> PolicyStack:
-        made = super().build_stack(seat_mapping)
-        made.head = self.make_head(seat_mapping.action_space).to(self.device)
-        return made
-
     def build_replay(self) -> ReplayBuffer:
         return ReplayBuffer(
             self.config.buffer_size,
@@ -182,7 +166,7 @@ class OffPolicyLearner(ActionValueLearner):
         head = stack.head
         if isinstance(head, BoundedHead):
             return noisy_selector(head, noise)
-        return sampling_selector(head)
+        return head.sample
 
     # ---- learning
 
@@ -209,7 +193,7 @@ class OffPolicyLearner(ActionValueLearner):
         if self.steps % self.policy_delay == 0:
             for i, batch in enumerate(batches):
                 lines[i] |= self._train_policies(i, batch, generator, progress)
-            for net, target in self.polyak_pairs():
+            for net, target in self.polyak_pairs:
                 polyak_update(net, target, self.config.tau)
         return lines
 

@@ -22,16 +22,16 @@ from torch import Tensor
 from palestra.core.losses import TensorMetrics
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, RolloutBatch
-from palestra.envs.vector_base import Discrete
+from palestra.envs.vector_base import Discrete, Space
 from palestra.vector.algorithms.minibatches import MiniBatch, iterate_minibatches, normalise_weights
 from palestra.vector.algorithms.q_learning import EpsilonGreedyConfig, ValueHead, check_action_spaces
 from palestra.vector.learners.nets import WEIGHT_KEY, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.losses import best_action, gather_values
 from palestra.vector.nets.advantages import AdvantageInputs, gae
+from palestra.vector.nets.heads import ActionHead
 from palestra.vector.nets.layers import states_at
 from palestra.vector.nets.on_device import RolloutTensors, constant, make_generator
-from palestra.vector.nets.seat_mapping import SeatMapping
 from palestra.vector.policies.nets import NetVectorPolicy
 
 
@@ -91,11 +91,9 @@ class PQNLearner(NetLearner):
         super().__init__(spec._replace(policies=policies))
         self.seats = list(chain.from_iterable(stack.seat_mapping.all_seats for stack in self.stacks))
 
-    def build_stack(self, seat_mapping: SeatMapping) -> PolicyStack:
-        made = super().build_stack(seat_mapping)
-        assert isinstance(seat_mapping.action_space, Discrete)
-        made.head = ValueHead(seat_mapping.action_space, duelling=False)
-        return made
+    def build_head(self, space: Space) -> ActionHead:
+        assert isinstance(space, Discrete)
+        return ValueHead(space, duelling=False)
 
     def rollout_policies(self, progress: float) -> list[NetVectorPolicy]:
         epsilon = self.config.epsilon_at(progress)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from palestra.core.losses import TensorMetrics
 from palestra.core.types import Metrics, RolloutBatch
-from palestra.envs.vector_base import Arrays, Discrete
+from palestra.envs.vector_base import Arrays, Discrete, Space
 from palestra.vector.algorithms.critics import polyak_update
 from palestra.vector.algorithms.minibatches import minibatch_seed
 from palestra.vector.algorithms.presets import algorithm_name
@@ -33,7 +33,6 @@ from palestra.vector.nets.heads import MASKED_LOGIT, ActionHead
 from palestra.vector.nets.layers import Net, make_generators, states_at
 from palestra.vector.nets.on_device import RolloutTensors, uniform
 from palestra.vector.nets.replay import ReplayBuffer, TransitionBatch
-from palestra.vector.nets.seat_mapping import SeatMapping
 from palestra.vector.nets.sequence_replay import SequenceBatch, SequenceReplay
 from palestra.vector.policies.nets import ActionSelector, NetVectorPolicy
 
@@ -155,6 +154,11 @@ class QLearner(NetLearner):
         self.config = config
         super().__init__(spec)
         self.target_nets = [copy.deepcopy(stack.net).requires_grad_(False) for stack in self.stacks]
+        self.register("target", self.target_nets)
+        # online and target networks
+        self.polyak_pairs: list[tuple[nn.Module, nn.Module]] = [
+            (stack.net, target) for stack, target in zip(self.stacks, self.target_nets, strict=True)
+        ]
         self.heads = [stack.head for stack in self.stacks if isinstance(stack.head, ValueHead)]
         self.seats = list(chain.from_iterable(stack.seat_mapping.all_seats for stack in self.stacks))
         self.steps = 0
@@ -189,14 +193,9 @@ class QLearner(NetLearner):
             recurrent_players=remembered,
         )
 
-    def build_stack(self, seat_mapping: SeatMapping) -> PolicyStack:
-        made = super().build_stack(seat_mapping)
-        assert isinstance(seat_mapping.action_space, Discrete)
-        made.head = ValueHead(seat_mapping.action_space, self.config.duelling)
-        return made
-
-    def output_size(self, head: ActionHead) -> int:
-        return head.outputs + self.config.duelling
+    def build_head(self, space: Space) -> ActionHead:
+        assert isinstance(space, Discrete)
+        return ValueHead(space, self.config.duelling)
 
     # ---- play
 
@@ -265,7 +264,7 @@ class QLearner(NetLearner):
         for stack in self.stacks:
             stack.version += 1
         if self.steps % config.target_interval == 0:
-            for net, target in self.polyak_pairs():
+            for net, target in self.polyak_pairs:
                 polyak_update(net, target, config.tau)
         return lines
 
@@ -316,13 +315,6 @@ class QLearner(NetLearner):
         """Returns writers of the policies as plain Q-networks, so that loading them needs no duelling head."""
         stacks = zip(self.stacks, self.heads, strict=True)
         return policy_writers(replace(stack, net=without_duelling(stack, head)) for stack, head in stacks)
-
-    def polyak_pairs(self) -> list[tuple[nn.Module, nn.Module]]:
-        """Returns pairs of online and target networks."""
-        return [(stack.net, target) for stack, target in zip(self.stacks, self.target_nets, strict=True)]
-
-    def modules(self) -> dict[str, nn.Module]:
-        return super().modules() | {f"target.{i}": target for i, target in enumerate(self.target_nets)}
 
     def state_arrays(self) -> Arrays:
         replay = {f"replay/{name}": array for name, array in self.replay.arrays().items()}

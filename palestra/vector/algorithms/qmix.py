@@ -27,7 +27,7 @@ from palestra.vector.algorithms.q_learning import QLearner, QLearningConfig
 from palestra.vector.algorithms.team_mixing import check_mixer_sees_state, mix_values
 from palestra.vector.learners.nets import WEIGHT_KEY, NetLearner, NetLearnerSpec
 from palestra.vector.learners.optimizers import StackedOptimizer
-from palestra.vector.losses import best_action, gather_values, next_value, q_loss, q_target
+from palestra.vector.losses import best_action, gather_values, next_value, q_loss, td_target
 from palestra.vector.nets.mixers import QMIXMixer, QPLEXMixer, SeatValues, VDNMixer
 from palestra.vector.nets.on_device import constant
 from palestra.vector.nets.replay import TransitionBatch
@@ -73,6 +73,10 @@ class QMIXLearner(QLearner):
         first = self.policies[self.names[0]]
         learns = any(True for _ in self.mixer.parameters())
         self.mixer_adam = StackedOptimizer(self.mixer, names, first, self.process_group) if learns else None
+        self.extra_modules |= {"mixer": self.mixer, "target_mixer": self.target_mixer}
+        self.polyak_pairs.append((self.mixer, self.target_mixer))
+        if self.mixer_adam:
+            self.extra_optimizers["mixer_adam"] = self.mixer_adam
 
     def _mixer(self) -> nn.Module:
         config = self.config
@@ -115,7 +119,7 @@ class QMIXLearner(QLearner):
         # with joint time all seats have the same discount and weight
         discount = drawn.discounts[..., self.seats[0]]
         weight = drawn.weight[..., self.seats[0]]
-        target = q_target(drawn.rewards[..., constant(tuple(self.seats), self.device)].mean(-1), discount, after)
+        target = td_target(drawn.rewards[..., constant(tuple(self.seats), self.device)].mean(-1), discount, after)
         known = weight > 0
         share = weight / known.sum().clamp(min=1)
         loss, error = q_loss(total, target, share)
@@ -183,15 +187,3 @@ class QMIXLearner(QLearner):
         if self.config.mixer == "vdn":
             return obs.new_zeros(*obs.shape[: obs.dim() - len(self.env.observation_shapes[0]) - 1], 0)
         return self.global_features(obs, None, obs.dim() - len(self.env.observation_shapes[0]) - 1)
-
-    # ---- state
-
-    def polyak_pairs(self) -> list[tuple[nn.Module, nn.Module]]:
-        return [*super().polyak_pairs(), (self.mixer, self.target_mixer)]
-
-    def modules(self) -> dict[str, nn.Module]:
-        return super().modules() | {"mixer": self.mixer, "target_mixer": self.target_mixer}
-
-    def optimizers(self) -> dict[str, StackedOptimizer]:
-        mine = {"mixer_adam": self.mixer_adam} if self.mixer_adam else {}
-        return super().optimizers() | mine

@@ -81,12 +81,10 @@ class SACLearner(OffPolicyLearner):
             StackedOptimizer(alpha, stack.seat_mapping.names, stack.config, self.process_group)
             for alpha, stack in zip(self.alphas, self.stacks, strict=True)
         ]
+        self.register("alpha", self.alphas, self.alpha_adams)
 
-    def make_head(self, space: Space) -> ActionHead:
-        if isinstance(space, Continuous):
-            return SquashedHead(space)
-        assert isinstance(space, Discrete)
-        return CategoricalHead(space)
+    def build_head(self, space: Space) -> ActionHead:
+        return SquashedHead(space) if isinstance(space, Continuous) else super().build_head(space)
 
     def value_per_action(self, space: Space) -> bool:
         return isinstance(space, Discrete)
@@ -147,9 +145,3 @@ class SACLearner(OffPolicyLearner):
         if batch.action_mask is not None:
             choices = batch.action_mask.sum(-1).clamp(min=1)
         return share * torch.log(choices)
-
-    def modules(self) -> dict[str, nn.Module]:
-        return super().modules() | {f"alpha.{i}": alpha for i, alpha in enumerate(self.alphas)}
-
-    def optimizers(self) -> dict[str, StackedOptimizer]:
-        return super().optimizers() | {f"alpha_adam.{i}": adam for i, adam in enumerate(self.alpha_adams)}

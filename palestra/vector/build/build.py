@@ -115,8 +115,9 @@ def build_process(config: VectorConfig, ranks: ProcessGroup) -> VectorTrainer:
     def sweeps(env_steps: float) -> int:
         return math.ceil(env_steps / sweep / log_every) * log_every
 
+    zeros = pinned_zeros if device.type == "cuda" else np.zeros  # a GPU copies from pinned memory faster
     trainer = VectorTrainer(
-        rollout=_actors(config, learner) if config.num_actors else _rollout(env, device),
+        rollout=_actors(config, learner) if config.num_actors else VectorRollout(env, np.arange(env.num_envs), zeros),
         learner=learner,
         fixed_players=others,
         evals=[]
@@ -154,12 +155,6 @@ def start_networks(learner: NetLearner | JointLearner, run: str) -> None:
             f"start_from: {run} trained other networks, and policies, their shapes and the algorithm must be the same: "
             f"{reason}"
         ) from error
-
-
-def _rollout(env: VectorEnv, device: torch.device) -> VectorRollout:
-    """Returns the rollout in this process; for a GPU its arrays are in pinned memory, which is
-    copied there faster."""
-    return VectorRollout(env, np.arange(env.num_envs), pinned_zeros if device.type == "cuda" else np.zeros)
 
 
 def build_players(

@@ -38,7 +38,7 @@ from palestra.vector.nets.normalise import RunningNorm
 from palestra.vector.nets.on_device import CPU, RolloutTensors, numbers_of
 from palestra.vector.nets.seat_mapping import SeatMapping, group_into_stacks
 from palestra.vector.policies.base import VectorPolicy
-from palestra.vector.policies.nets import NetVectorPolicy, greedy_selector, sampling_selector
+from palestra.vector.policies.nets import NetVectorPolicy, greedy_selector
 
 WEIGHT_KEY = "weight"  # key in a line of metrics: the weight of its minibatch
 
@@ -102,6 +102,8 @@ class NetLearner(ABC):
     def __init__(self, spec: NetLearnerSpec) -> None:
         self.env, seats, self.policies, self.seeds, self.process_group, self.device = spec
         self.names = list(seats)
+        self.extra_modules: dict[str, nn.Module] = {}  # of a subclass, by name
+        self.extra_optimizers: dict[str, StackedOptimizer] = {}
         if not self.trains_teams and any(policy.communication_rounds for policy in self.policies.values()):
             raise ValueError(
                 "communication_rounds: seats that communicate must be trained together, as only ppo, a2c and trpo do: "
@@ -125,8 +127,9 @@ class NetLearner(ABC):
     def build_stack(self, seat_mapping: SeatMapping) -> PolicyStack:
         """Builds networks, optimizer and norm of policies of one shape."""
         config = self.policies[seat_mapping.names[0]]
-        head = make_head(seat_mapping.action_space).to(self.device)
-        net = self.build_net(seat_mapping, head, config).to(self.device)
+        head = self.build_head(seat_mapping.action_space).to(self.device)
+        seeds = [self.seeds[name] for name in seat_mapping.names]
+        net = self.build_net(seat_mapping, head, config, seeds).to(self.device)
         optimizer = StackedOptimizer(net, seat_mapping.names, config, self.process_group)
         if config.normalize_observations and isinstance(seat_mapping.layout, ImageLayout):
             raise ValueError(
@@ -141,13 +144,19 @@ class NetLearner(ABC):
         )
         return PolicyStack(seat_mapping, config, head, net, optimizer, norm)
 
-    def build_net(self, seat_mapping: SeatMapping, head: ActionHead, config: NetPolicyConfig) -> Net:
+    def build_head(self, space: Space) -> ActionHead:
+        """Returns what turns the outputs of policies into actions of a space."""
+        return make_head(space)
+
+    def build_net(
+        self, seat_mapping: SeatMapping, head: ActionHead, config: NetPolicyConfig, seeds: Sequence[int]
+    ) -> Net:
         """Builds the networks of policies of one shape."""
         return Net(
             seat_mapping.input_shape,
-            self.output_size(head),
+            head.outputs,
             config,
-            make_generators([self.seeds[name] for name in seat_mapping.names]),
+            make_generators(seeds),
             self.output_gain,
             self.has_value_output,
             len(seat_mapping.seats[0]),
@@ -205,10 +214,6 @@ class NetLearner(ABC):
             world.update(rows, rows.new_ones(rows.shape[:2]), self.process_group.all_reduce)
             self.global_norm = world
 
-    def output_size(self, head: ActionHead) -> int:
-        """Returns the number of outputs of a policy's network."""
-        return head.outputs
-
     @abstractmethod
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
         """Trains on a rollout; returns metrics by policy. `progress` in [0, 1] is the finished share of the run."""
@@ -221,7 +226,7 @@ class NetLearner(ABC):
 
     def rollout_policies(self, progress: float) -> Sequence[VectorPolicy]:
         """Returns the policies as they play in training, with exploration."""
-        return [stack.build_policy(sampling_selector(stack.head)) for stack in self.stacks]
+        return [stack.build_policy(stack.head.sample) for stack in self.stacks]
 
     def sampling_policies(self) -> Sequence[VectorPolicy]:
         """Returns the policies without exploration, sampling their actions."""
@@ -240,11 +245,16 @@ class NetLearner(ABC):
         """Returns all modules with weights, by name."""
         norms: dict[str, nn.Module] = {f"norm.{i}": s.norm for i, s in enumerate(self.stacks) if s.norm}
         nets: dict[str, nn.Module] = {f"net.{i}": stack.net for i, stack in enumerate(self.stacks)}
-        return nets | norms | ({"world": self.global_norm} if self.global_norm else {})
+        return nets | norms | ({"world": self.global_norm} if self.global_norm else {}) | self.extra_modules
 
     def optimizers(self) -> dict[str, StackedOptimizer]:
         """Returns all optimizers, by name."""
-        return {f"adam.{i}": stack.optimizer for i, stack in enumerate(self.stacks)}
+        return {f"adam.{i}": stack.optimizer for i, stack in enumerate(self.stacks)} | self.extra_optimizers
+
+    def register(self, name: str, modules: Sequence[nn.Module], optimizers: Sequence[StackedOptimizer] = ()) -> None:
+        """Adds modules and optimizers to the training state, as `name`.0, `name`.1, ... and `name`_adam.0, ..."""
+        self.extra_modules |= {f"{name}.{i}": module for i, module in enumerate(modules)}
+        self.extra_optimizers |= {f"{name}_adam.{i}": optimizer for i, optimizer in enumerate(optimizers)}
 
     def member_writers(self) -> dict[str, Callable[[Path], None]]:
         """Returns for each policy a function that writes it to a folder: its weights and what is needed to play it
@@ -265,7 +275,7 @@ class NetLearner(ABC):
         for name, module in self.modules().items():
             found |= {f"{name}/{key}": value.cpu().numpy() for key, value in module.state_dict().items()}
         for name, optimizer in self.optimizers().items():
-            found |= {f"{name}/{key}": value for key, value in optimizer.arrays().items()}
+            found |= {f"{name}/{key}": value for key, value in optimizer.rule.arrays().items()}
         return found
 
     def start_from(self, folder: Path) -> None:
@@ -283,7 +293,7 @@ class NetLearner(ABC):
             stack.version = int(version)
         self._load_modules(arrays)
         for name, optimizer in self.optimizers().items():
-            optimizer.load(strip_prefix(arrays, name))
+            optimizer.rule.load(strip_prefix(arrays, name))
 
 
 def mean_metrics(lines: Sequence[Mapping[str, Any]]) -> Metrics:
@@ -295,7 +305,10 @@ def mean_metrics(lines: Sequence[Mapping[str, Any]]) -> Metrics:
     means = {}
     for key in lines[0] if lines else ():
         values = [float(line[key]) for line in lines]
-        means[key] = weighted_mean(values, weights if is_weighted and key != "grad_norm" else [])
+        if is_weighted and key != "grad_norm":
+            means[key] = sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+        else:
+            means[key] = sum(values) / len(values)
     means.pop(WEIGHT_KEY, None)
     return means
 
@@ -306,10 +319,3 @@ def metrics_by_policy(names: Sequence[str], lines: Sequence[TensorMetrics]) -> d
     for p, name in enumerate(names):
         found[name] = mean_metrics([{key: value[p] for key, value in line.items()} for line in lines])
     return found
-
-
-def weighted_mean(values: Sequence[float], weights: Sequence[float] = ()) -> float:
-    """Returns the mean of values, by weights that are not all 0; without weights the plain mean."""
-    if not weights:
-        return sum(values) / len(values)
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

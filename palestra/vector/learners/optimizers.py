@@ -62,7 +62,7 @@ class StackedOptimizer:
             p.data = own.view(p.shape)
         self.failed = torch.zeros(len(names), dtype=torch.bool, device=self.flat.device)  # not used on a CPU
         optimizer = config.optimizer
-        self.rule: UpdateRule
+        self.rule: FusedAdam | MemberOptimizers
         if isinstance(optimizer, Adam | AdamW):
             self.rule = FusedAdam(self.flat, optimizer)
         else:
@@ -107,24 +107,6 @@ class StackedOptimizer:
         for name, failed in zip(self.names, self.failed.tolist(), strict=True):
             if failed:
                 raise NonFiniteGradient(name)
-
-    def arrays(self) -> Arrays:
-        """Returns the state of the optimizer."""
-        return self.rule.arrays()
-
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Restores what `arrays` returned."""
-        self.rule.load(arrays)
-
-
-class UpdateRule(Protocol):
-    """Changes the weights [P, D] of a stack by their gradients."""
-
-    def step(self, gradient: Tensor, lr: float, failed: Tensor | None) -> None:
-        """Takes one step. Changes nothing if `failed`, a scalar, is 1."""
-
-    def arrays(self) -> Arrays: ...
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None: ...
 
 
 class FusedAdam:

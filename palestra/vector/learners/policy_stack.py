@@ -31,7 +31,7 @@ from palestra.vector.nets.on_device import CPU, RolloutTensors
 from palestra.vector.nets.seat_mapping import SeatMapping, group_into_stacks
 from palestra.vector.nets.transformer import MultiAgentTransformer
 from palestra.vector.policies.frozen import NetMember
-from palestra.vector.policies.nets import ActionSelector, NetVectorPolicy, greedy_selector, sampling_selector
+from palestra.vector.policies.nets import ActionSelector, NetVectorPolicy, greedy_selector
 
 MAX_NORMALISED_INPUT = (
     10.0  # maximum of normalised inputs in deviations from the mean; first observations can be extreme
@@ -234,7 +234,7 @@ def read_policy(
     """Loads a policy like `read_frozen_member`, as a separate player that acts on `device`."""
     member, version = read_frozen_member(folder, env, seats, best=best)
     head = member.head.to(device)
-    selector = greedy_selector(head) if member.greedy else sampling_selector(head)
+    selector: ActionSelector = greedy_selector(head) if member.greedy else head.sample
     norm = member.norm
     if norm is not None:
         norm = norm.to(device)

@@ -42,8 +42,7 @@ class TeamSeats:
 
 
 class JointLearner:
-    """Learners of one env as one (a `VectorLearner` of palestra.vector.trainer): all train on the
-    same rollouts. Each has a `folder` of its own in a checkpoint."""
+    """Learners of one env as one: all train on the same rollouts. Each has a `folder` of its own in a checkpoint."""
 
     def __init__(self, folders: Sequence[str], learners: Sequence[NetLearner | JointLearner]) -> None:
         self.folders = list(folders)

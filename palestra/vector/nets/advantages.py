@@ -8,7 +8,6 @@ in between belong to the earlier action. If all seats act at every step, this is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -66,9 +65,9 @@ def _backwards(inputs: AdvantageInputs, weights: Tensor, traces: Tensor, gamma: 
     known = torch.zeros_like(inputs.agent_mask[:-1])
     after = torch.zeros_like(inputs.rewards)
     columns_TB = inputs.rewards, inputs.values, inputs.bootstrap, inputs.done, inputs.agent_mask, weights, traces
-    columns = _ScanInputs(*(x.reshape(len(x), -1).numpy() for x in columns_TB))
+    columns = tuple(x.reshape(len(x), -1).numpy() for x in columns_TB)
     results = [x.reshape(len(x), -1).numpy() for x in (corrections, known, after)]
-    _scan_backwards(columns.rewards.dtype.type(gamma), columns, *results)
+    _scan_backwards(columns[0].dtype.type(gamma), columns, *results)
     return corrections, known, after
 
 
@@ -99,23 +98,11 @@ def _backwards_on_device(
     return corrections, known, after
 
 
-class _ScanInputs(NamedTuple):
-    """Inputs of `_backwards`, [T, C] each (`values` and `agent_mask` [T+1, C])."""
-
-    rewards: np.ndarray
-    values: np.ndarray
-    bootstrap: np.ndarray
-    done: np.ndarray
-    agent_mask: np.ndarray
-    weights: np.ndarray
-    traces: np.ndarray
-
-
 @jit
 def _scan_backwards(
-    gamma: np.floating, inputs: _ScanInputs, corrections: np.ndarray, known: np.ndarray, after: np.ndarray
+    gamma: np.floating, inputs: tuple[np.ndarray, ...], corrections: np.ndarray, known: np.ndarray, after: np.ndarray
 ) -> None:
-    """Writes the results of `_backwards`, [T, C] each."""
+    """Writes the results of `_backwards`, [T, C] each, from its inputs (`values` and `agent_mask` [T+1, C])."""
     rewards, values, bootstrap, done, agent_mask, weights, traces = inputs
     value = values[-1].copy()
     certain = agent_mask[-1].copy()

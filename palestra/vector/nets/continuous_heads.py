@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from palestra.envs.vector_base import Continuous
-from palestra.vector.nets.heads import ActionHead, GaussianHead, half_widths
+from palestra.vector.nets.heads import ActionHead, GaussianHead, half_widths, mean_and_log_std
 from palestra.vector.nets.on_device import constant, exponential_like, normal_like
 from palestra.vector.nets.seat_mapping import SeatMapping
 
@@ -62,7 +62,6 @@ class SquashedHead(BoundedHead):
     """Independent Gaussians squashed by tanh into the space (Haarnoja et al., 2018, appendix C). Log-probabilities are
     log-densities of units, which do not depend on the width of the space: one entropy target fits every space."""
 
-    LOG_STD_BOUNDS = (-5.0, 2.0)
     NODES = 32
 
     def __init__(self, space: Continuous) -> None:
@@ -72,33 +71,28 @@ class SquashedHead(BoundedHead):
         self.nodes = torch.tensor(nodes * math.sqrt(2), dtype=torch.float32)
         self.weights = torch.tensor(weights / math.sqrt(math.pi), dtype=torch.float32)
 
-    def mean_and_log_std(self, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns mean and log standard deviation [..., D] before squashing."""
-        mean, log_std = out.chunk(2, -1)
-        return mean, log_std.clamp(*self.LOG_STD_BOUNDS)
-
     def sample_units(self, out: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Returns sampled units [..., D], differentiable (Kingma & Welling, 2014), and their log-densities [...]."""
         return self.perturb(out, normal_like(out[..., : self.width], generator))
 
     def perturb(self, out: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        mean, log_std = self.mean_and_log_std(out)
+        mean, log_std = mean_and_log_std(out)
         raw = mean + noise * log_std.exp()
         return torch.tanh(raw), self._logp(raw, noise, log_std)
 
     def mode(self, out: Tensor, action_mask: Tensor | None) -> Tensor:
         """Returns the squashed mean: not the mode of the density, but the usual greedy action."""
-        return self.from_unit(torch.tanh(self.mean_and_log_std(out)[0]))
+        return self.from_unit(torch.tanh(mean_and_log_std(out)[0]))
 
     def evaluate_actions(self, out: Tensor, action: Tensor, action_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        mean, log_std = self.mean_and_log_std(out)
+        mean, log_std = mean_and_log_std(out)
         raw = torch.atanh(self.to_unit(action).clamp(-MAX_UNIT, MAX_UNIT))
         return self._logp(raw, (raw - mean) / log_std.exp(), log_std), self.entropy(out)
 
     def entropy(self, out: Tensor) -> Tensor:
         """Returns the entropy of units [...] in nats: the Gaussian's entropy plus the mean log-slope of tanh, which is
         computed by Gauss-Hermite quadrature."""
-        mean, log_std = self.mean_and_log_std(out)
+        mean, log_std = mean_and_log_std(out)
         lost = (_log_slope(mean[..., None] + log_std.exp()[..., None] * self.nodes) * self.weights).sum(-1)
         return (log_std + 0.5 * math.log(2 * math.pi * math.e) + lost).sum(-1)
 

@@ -137,6 +137,15 @@ class MultiCategoricalHead(ActionHead):
         return torch.stack([logp for logp, _ in scores]).sum(0), torch.stack([entropy for _, entropy in scores]).sum(0)
 
 
+LOG_STD_BOUNDS = (-5.0, 2.0)
+
+
+def mean_and_log_std(out: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns mean and bounded log standard deviation [..., D] each of outputs [..., 2D]."""
+    mean, log_std = out.chunk(2, -1)
+    return mean, log_std.clamp(*LOG_STD_BOUNDS)
+
+
 def half_widths(low: Tensor, high: Tensor) -> Tensor:
     """Returns half the width of each number of a space [D]; 1 where `low` equals `high`, so that nothing is divided by
     0 (the env clips such an action to its only value)."""
@@ -146,8 +155,6 @@ def half_widths(low: Tensor, high: Tensor) -> Tensor:
 class GaussianHead(ActionHead):
     """Independent Gaussians in units of half the space's width around its middle; unbounded numbers are not scaled. The
     env clips actions outside the space."""
-
-    LOG_STD_BOUNDS = (-5.0, 2.0)
 
     def __init__(self, space: Continuous) -> None:
         self.width = len(space.low)
@@ -163,22 +170,17 @@ class GaussianHead(ActionHead):
         unit = (action - self.middle) / self.half_width
         return torch.where(self.bounded, unit.clamp(-1, 1), unit)
 
-    def mean_and_log_std(self, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns mean and log standard deviation [..., D], both in half-widths."""
-        mean, log_std = out.chunk(2, -1)
-        return mean, log_std.clamp(*self.LOG_STD_BOUNDS)
-
     def sample(self, out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        mean, log_std = self.mean_and_log_std(out)
+        mean, log_std = mean_and_log_std(out)
         noise = normal_like(mean, generator)
         raw = mean + noise * log_std.exp()
         return self.middle + self.half_width * raw, self._logp(noise, log_std)
 
     def mode(self, out: Tensor, action_mask: Tensor | None) -> Tensor:
-        return self.middle + self.half_width * self.mean_and_log_std(out)[0]
+        return self.middle + self.half_width * mean_and_log_std(out)[0]
 
     def evaluate_actions(self, out: Tensor, action: Tensor, action_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        mean, log_std = self.mean_and_log_std(out)
+        mean, log_std = mean_and_log_std(out)
         noise = ((action - self.middle) / self.half_width - mean) / log_std.exp()
         return self._logp(noise, log_std), (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
 
@@ -228,7 +230,7 @@ def kl_divergence(head: ActionHead, old: Tensor, new: Tensor, action_mask: Tenso
         pairs = zip(head.split(old), head.split(new), strict=True)
         return torch.stack([kl_divergence(part, x, y, None) for (part, x), (_, y) in pairs]).sum(0)
     if isinstance(head, GaussianHead):
-        (mean, log_std), (new_mean, new_log_std) = head.mean_and_log_std(old), head.mean_and_log_std(new)
+        (mean, log_std), (new_mean, new_log_std) = mean_and_log_std(old), mean_and_log_std(new)
         spread = (2 * (log_std - new_log_std)).exp() + ((mean - new_mean) / new_log_std.exp()).square()
         return (new_log_std - log_std + 0.5 * (spread - 1)).sum(-1)
     raise ValueError(f"the Kullback-Leibler divergence of {type(head).__name__} has no closed form")

@@ -244,7 +244,12 @@ class Net(nn.Module):
 
     def forward(self, obs: Tensor, team: Team | None = None) -> Tensor:
         """Returns outputs without a recurrent state: [P, R, *view] -> [P, R, outputs], for feed-forward networks."""
-        return self._feed_forward(obs, team)
+        out: Tensor
+        if self.communication is None:
+            out = self.body(self._body_inputs(obs), self.head)
+        else:
+            out = self.head(self._communicate(self._encode_obs(obs), team))
+        return out
 
     def unroll(
         self,
@@ -257,7 +262,7 @@ class Net(nn.Module):
         [P, T, R, H] (None for feed-forward networks)."""
         if not self.recurrent_units:
             P, T, R = obs.shape[:3]
-            return self._feed_forward(obs.reshape(P, T * R, *obs.shape[3:]), team).view(P, T, R, -1), None
+            return self.forward(obs.reshape(P, T * R, *obs.shape[3:]), team).view(P, T, R, -1), None
         features, memories = self.features(obs, recurrent_state, is_first, team)
         return rowwise(self.head, features), memories
 
@@ -290,15 +295,6 @@ class Net(nn.Module):
             return x, None
         x = self.gru(x, recurrent_state, is_first)
         return x, x
-
-    def _feed_forward(self, obs: Tensor, team: Team | None) -> Tensor:
-        """Returns outputs without a recurrent state: [P, R, *view] -> [P, R, outputs]."""
-        out: Tensor
-        if self.communication is None:
-            out = self.body(self._body_inputs(obs), self.head)
-        else:
-            out = self.head(self._communicate(self._encode_obs(obs), team))
-        return out
 
     def _encode_obs(self, obs: Tensor) -> Tensor:
         """Returns the output of the feed-forward layers: [P, R, *view] -> [P, R, H]."""

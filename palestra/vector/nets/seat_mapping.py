@@ -34,17 +34,13 @@ class SeatMapping:
     layout: Layout | None = None
 
     @cached_property
-    def all_seats(self) -> list[int]:
+    def all_seats(self) -> tuple[int, ...]:
         """The seats of all members, in order."""
-        return list(chain.from_iterable(self.seats))
-
-    @cached_property
-    def _flat(self) -> tuple[int, ...]:
-        return tuple(self.all_seats)
+        return tuple(chain.from_iterable(self.seats))
 
     def seat_index(self, device: torch.device) -> Tensor:
         """Returns the seats of all members, in order, int64 [P*S]."""
-        return constant(self._flat, device)
+        return constant(self.all_seats, device)
 
     def one_hot_seats(self, device: torch.device) -> Tensor:
         """Returns the seats of each member as one-hot vectors [P, S, N] float32."""
@@ -53,7 +49,7 @@ class SeatMapping:
     @cached_property
     def _in_order(self) -> bool:
         """True if the members play all seats in order."""
-        return self.all_seats == list(range(self.num_seats))
+        return self.all_seats == tuple(range(self.num_seats))
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -66,7 +62,7 @@ class SeatMapping:
         *rest]; no copy if one member plays all seats in order."""
         x = torch.as_tensor(array)
         if not self._in_order:
-            x = x.index_select(leading_dims, constant(self._flat, x.device))
+            x = x.index_select(leading_dims, constant(self.all_seats, x.device))
         shape = (*x.shape[:leading_dims], len(self.names), len(self.seats[0]), *x.shape[leading_dims + 1 :])
         return x.reshape(shape).movedim(leading_dims, 0)
 

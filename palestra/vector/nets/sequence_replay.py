@@ -74,7 +74,9 @@ class SequenceReplay(CreditedReplay):
         seen: dict[str, Any] = {"obs": batch.obs, "is_first": batch.is_first, "cut": cut, "actions": batch.actions}
         seen |= {name: x[:-1] for name in NEXT_COLUMNS if (x := getattr(batch, name)) is not None} | self._credit(batch)
         rows = {name: x.swapaxes(0, 1) for name, x in seen.items()}
-        rows |= {f"memory.{name}": _by_game(batch.recurrent_state[name], B) for name in self.recurrent_players}
+        for name in self.recurrent_players:
+            by_game = batch.recurrent_state[name].unflatten(1, (B, -1)).movedim(1, 0)  # [P, B*S, H] -> [B, P, S, H]
+            rows[f"memory.{name}"] = by_game.cpu().numpy()
         number = self.ring.total + np.arange(B)
         if "final_obs" not in self.ring.columns:
             shape = (self.ring.capacity, len(batch.rewards), *batch.obs.shape[2:])
@@ -139,8 +141,3 @@ class SequenceReplay(CreditedReplay):
         steps = torch.arange(len(is_first) - 1)[:, None, None]
         begun = is_first[:-1].int().cummax(0).values.bool()
         return (steps >= self.burn_in) | begun[..., None]
-
-
-def _by_game(memory: Tensor, games: int) -> np.ndarray:
-    """Reorders recurrent states: [P, B*S, H] -> [B, P, S, H]."""
-    return memory.unflatten(1, (games, -1)).movedim(1, 0).cpu().numpy()

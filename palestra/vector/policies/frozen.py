@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -99,18 +98,9 @@ class ActBatch:
     generator: torch.Generator
 
 
-class MemberGroup(Protocol):
-    """Members that are evaluated together. A recurrent group (`recurrent_units` above 0) acts for all rows at every
-    step, to update their states."""
-
-    @property
-    def recurrent_units(self) -> int: ...
-    def act(self, rows: ActBatch) -> tuple[np.ndarray, Tensor | None]:
-        """Returns actions [R, ...] (int or float32) and the new recurrent states [R, H] (None without)."""
-
-
-def build_group(env: VectorEnv, members: Sequence[FrozenMember]) -> MemberGroup:
-    """Returns the group that plays `members`, which must have the same shape."""
+def build_group(env: VectorEnv, members: Sequence[FrozenMember]) -> NetGroup | TableGroup | UniformGroup:
+    """Returns the group that plays `members`, which must have the same shape. A recurrent group (`recurrent_units`
+    above 0) acts for all rows at every step, to update their states."""
     if nets := [member for member in members if isinstance(member, NetMember)]:
         return NetGroup(nets)
     tables = [member for member in members if isinstance(member, TableMember)]

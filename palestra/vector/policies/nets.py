@@ -24,7 +24,7 @@ ActionSelector = Callable[[Tensor, Tensor | None, torch.Generator], tuple[Tensor
 
 
 class NetVectorPolicy:
-    """A stack of networks at its seats. `selector` converts outputs to actions: `sampling_selector(head)`,
+    """A stack of networks at its seats. `selector` converts outputs to actions: `head.sample`,
     `greedy_selector(head)`, or an algorithm's own exploration. `norm` normalises observations (None: they are not). It
     acts on the device of the network: observations go there and actions come back in one copy each."""
 
@@ -40,7 +40,7 @@ class NetVectorPolicy:
         self.net = net
         self.selector = selector
         self.norm = norm
-        self.seats = seat_mapping.all_seats
+        self.seats = list(seat_mapping.all_seats)
         self.name = "+".join(seat_mapping.names)
         versions = versions or [0] * len(seat_mapping.names)
         self.names = [f"{name}@{version}" for name, version in zip(seat_mapping.names, versions, strict=True)]
@@ -117,11 +117,6 @@ class NetVectorPolicy:
             return self.selector(out, None if masks is None else masks[:, :, seat], self.generator)
 
         return choose
-
-
-def sampling_selector(head: ActionHead) -> ActionSelector:
-    """Returns an action selector that samples from the head's distribution."""
-    return head.sample
 
 
 def greedy_selector(head: ActionHead) -> ActionSelector:

@@ -75,10 +75,9 @@ class SharedBuffers:
         self.slot_marks = self._array((SLOTS_PER_ACTOR,), np.dtype(np.int64))
         self.version = self._array((1,), np.dtype(np.int64))  # of the weights: counts the learner's publications
         self.weights = self._array((weights,), np.dtype(np.float32))
-        self.slots = [self._slot() for _ in range(SLOTS_PER_ACTOR)]
-
-    def _slot(self) -> dict[str, np.ndarray]:
-        return {key: self._array(*kind) for key, kind in self.array_specs.items()}
+        self.slots = [
+            {key: self._array(*kind) for key, kind in self.array_specs.items()} for _ in range(SLOTS_PER_ACTOR)
+        ]
 
     def _array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         array: np.ndarray = np.ndarray(shape, dtype, self.shared_memory.buf, self._used)

@@ -11,7 +11,7 @@ from helpers.env_servers import serving
 import palestra as pl
 from palestra.core.http.loop_thread import LoopThread
 from palestra.envs.remote.remote_env import env_factory
-from palestra.envs.remote.server import EnvServer, ListenOptions
+from palestra.envs.remote.server import EnvServer, EnvServerOptions
 from palestra.envs.remote.sessions import EnvSessions
 from palestra.text.policies.scripted import ScriptedPolicy
 from palestra.text.rollouts.metrics import instance_outcomes, seat_returns
@@ -116,4 +116,4 @@ def test_an_older_server_is_named_once_and_counted_by_seed():
 
 
 async def make_server():
-    return EnvServer(OlderSessions([ROWS]), ListenOptions("127.0.0.1:0"))
+    return EnvServer(OlderSessions([ROWS]), EnvServerOptions((ROWS,), port=0))

@@ -39,7 +39,7 @@ def test_no_layout_is_in_two_splits(game, options):
         env = make_env(game, split=split, **options)
         for seed in range(1000):
             layout = env.make_layout(seed)
-            met.setdefault(canonical_layout(layout.size, layout.cell_groups), set()).add(split)
+            met.setdefault(canonical_layout(env.size, layout.cell_groups), set()).add(split)
     assert len(met) > 1000
     assert all(len(splits) == 1 for splits in met.values())
 

@@ -12,7 +12,6 @@ from palestra.vector.losses import (
     gather_values,
     next_value,
     q_loss,
-    q_target,
     sequence_priority,
 )
 
@@ -45,12 +44,6 @@ def test_double_q_selects_and_evaluates_with_different_networks() -> None:
     assert next_value(slow, slow, None).tolist() == [5]
     assert next_value(slow, fast, None).tolist() == [3]
     assert next_value(slow, fast, torch.tensor([[True, True, False]])).tolist() == [1]
-
-
-def test_q_target_by_hand() -> None:
-    reward, discount, following = torch.tensor([1.0, 1.0]), torch.tensor([0.9, 0.0]), torch.tensor([10.0, 10.0])
-    assert q_target(reward, discount, following).tolist() == pytest.approx([10, 1])
-    assert not q_target(reward, discount, following.requires_grad_()).requires_grad
 
 
 def test_q_loss_by_hand() -> None:

@@ -12,7 +12,7 @@ from palestra.vector.nets.layers import Net, NetConfig, make_generators
 from palestra.vector.nets.normalise import RunningNorm
 from palestra.vector.nets.seat_mapping import SeatMapping, group_into_stacks
 from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy
-from palestra.vector.policies.nets import ActionSelector, NetVectorPolicy, greedy_selector, sampling_selector
+from palestra.vector.policies.nets import ActionSelector, NetVectorPolicy, greedy_selector
 
 
 class RandomObservations(VectorEnv):
@@ -54,7 +54,7 @@ def player(
     head = make_head(seating.action_space)
     seeds = [int.from_bytes(name.encode(), "big") for name in seating.names]
     net = Net(seating.input_shape, head.outputs, config, make_generators(seeds))
-    made = NetVectorPolicy(seating, net, choose or sampling_selector(head))
+    made = NetVectorPolicy(seating, net, choose or head.sample)
     made.reset_rng(0)
     return made
 

@@ -16,7 +16,7 @@ from palestra.vector.nets.heads import make_head
 from palestra.vector.nets.layers import Net, NetConfig, make_generators
 from palestra.vector.nets.seat_mapping import group_into_stacks
 from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
-from palestra.vector.policies.nets import NetVectorPolicy, sampling_selector
+from palestra.vector.policies.nets import NetVectorPolicy
 from palestra.vector.rollouts.rollout import VectorRollout
 
 
@@ -44,7 +44,7 @@ def recurrent(env: VectorEnv, seats: dict[str, list[int]]) -> list[NetVectorPoli
     for seating in group_into_stacks(env, seats, dict.fromkeys(seats, config)):
         head = make_head(seating.action_space)
         net = Net(seating.input_shape, head.outputs, config, make_generators(range(len(seating.names))))
-        players.append(NetVectorPolicy(seating, net, sampling_selector(head)))
+        players.append(NetVectorPolicy(seating, net, head.sample))
     return players
 
 

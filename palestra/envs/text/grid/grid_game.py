@@ -82,8 +82,8 @@ class GridGame(Env):
         return copy.copy(self)
 
     @abstractmethod
-    def simulate_plan(self, plan: tuple[Any, ...]) -> Any:
-        """Returns the state after executing the plan as far as possible."""
+    def milestones(self, state: Any, plan: tuple[Any, ...]) -> list[Any]:
+        """Returns the state after each part of the plan, as far as it can be carried out from `state`."""
 
     @abstractmethod
     def plan_progress(self, plan: tuple[Any, ...], states: Sequence[Any]) -> float:
@@ -165,7 +165,7 @@ class GridGame(Env):
             return {}
         if self.plan is None:
             return {FORM_TERM: -UNREADABLE_PENALTY, "progress": 0.0}
-        after = self.simulate_plan(self.plan)
+        after = [self.state, *self.milestones(self.state, self.plan)][-1]
         if self.reward == "outcome":
             return {"solved": SOLVED_REWARD * self.is_solved(after)}
         return {FORM_TERM: 0.0, "progress": self._gain(self.state, after)}

@@ -46,10 +46,6 @@ class PathLayout:
     static_text: str
 
     @property
-    def size(self) -> int:
-        return self.grid.size
-
-    @property
     def cell_groups(self) -> tuple[Any, ...]:
         """The cells of the walls, the start and the goal."""
         return (self.grid.walls, (self.start,), (self.goal,))
@@ -79,7 +75,7 @@ def _instance(seed: int, size: int, density: float, split: Split) -> PathLayout:
         start, goal = rng.choice(free, 2, replace=False)
         return make_path_layout(size, tuple(np.flatnonzero(blocked).tolist()), int(start), int(goal))
 
-    return draw_layout(seed, propose, split, f"plan_path at size {size}, density {density}")
+    return draw_layout(seed, propose, size, split, f"plan_path at size {size}, density {density}")
 
 
 class PlanPath(GridGame):
@@ -131,23 +127,20 @@ class PlanPath(GridGame):
     def write_plan(self, plan: tuple[int, ...]) -> str:
         return format_cells(self.size, plan)
 
-    def simulate_plan(self, plan: tuple[int, ...]) -> int:
-        return [self.state, *self._stops(self.state, plan)][-1]
-
-    def _stops(self, at: int, plan: tuple[int, ...]) -> list[int]:
+    def milestones(self, state: int, plan: tuple[int, ...]) -> list[int]:
         """Returns the ends of the plan's straight lines, up to the first that stops at a wall or the goal."""
         stops: list[int] = []
         for waypoint in plan:
-            stop = walk_straight(self.instance.grid, at, waypoint, self.instance.goal)
-            if stop != at:
+            stop = walk_straight(self.instance.grid, state, waypoint, self.instance.goal)
+            if stop != state:
                 stops.append(stop)
             if stop != waypoint:
                 break
-            at = stop
+            state = stop
         return stops
 
     def plan_progress(self, plan: tuple[int, ...], states: Sequence[int]) -> float:
-        stops = self._stops(states[0], plan)
+        stops = self.milestones(states[0], plan)
         if not stops:
             return 0.0
         done = 0
@@ -173,7 +166,7 @@ class PlanPath(GridGame):
 
     def moves_of(self, state: int, plan: tuple[int, ...]) -> list[int]:
         moves: list[int] = []
-        for stop in self._stops(state, plan):
+        for stop in self.milestones(state, plan):
             moves += walk(self.instance.grid, state, stop) or ()
             state = stop
         return moves

@@ -52,10 +52,6 @@ class SokobanLayout:
         return rules.moves_to_solve(self.grid, self.goals)
 
     @property
-    def size(self) -> int:
-        return self.grid.size
-
-    @property
     def cell_groups(self) -> tuple[Any, ...]:
         """The cells of the walls, the goals, the boxes and the player."""
         return (self.grid.walls, self.goals, self.start[1], (self.start[0],))
@@ -85,7 +81,7 @@ def _instance(seed: int, size: int, boxes: int, walls: int, split: Split) -> Sok
         parts = (tuple(cells[: cut[0]]), tuple(cells[cut[0] : cut[1]]), tuple(cells[cut[1] : cut[2]]))
         return make_sokoban_layout(size, *parts, player=cells[cut[2]])
 
-    return draw_layout(seed, propose, split, f"sokoban at size {size}, {boxes} boxes, {walls} walls")
+    return draw_layout(seed, propose, size, split, f"sokoban at size {size}, {boxes} boxes, {walls} walls")
 
 
 class Sokoban(GridGame):
@@ -146,12 +142,9 @@ class Sokoban(GridGame):
             return " ".join([DIRECTIONS[d] for _, d in plan])
         return " ".join([f"{box + 1} {DIRECTIONS[d]}" for box, d in plan])
 
-    def simulate_plan(self, plan: tuple[tuple[int, int], ...]) -> SokobanState:
-        return [self.state, *self._milestones(self.state, plan)][-1]
-
     def plan_progress(self, plan: tuple[tuple[int, int], ...], states: Sequence[SokobanState]) -> float:
         board = self.instance.grid
-        wanted = self._milestones(states[0], plan)
+        wanted = self.milestones(states[0], plan)
         if not wanted:
             return 0.0
         done = 0
@@ -169,7 +162,7 @@ class Sokoban(GridGame):
         far, near = (rules.steps_to_push(board, state, *plan[done]) for state in (begun, last))
         return (done + max(0, far - near) / (far + 1)) / len(wanted)
 
-    def _milestones(self, state: SokobanState, plan: tuple[tuple[int, int], ...]) -> list[SokobanState]:
+    def milestones(self, state: SokobanState, plan: tuple[tuple[int, int], ...]) -> list[SokobanState]:
         """Returns the state after each push of the plan, up to the first that is impossible or follows the solution."""
         states: list[SokobanState] = []
         for box, direction in plan:

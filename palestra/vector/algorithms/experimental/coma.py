@@ -11,7 +11,6 @@ actions of the seat that has most, `F` ended games, `D` numbers of a critic's in
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -25,6 +24,7 @@ from palestra.core.losses import LossInputs, policy_gradient_loss
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.vector_base import Arrays, Discrete
+from palestra.vector.algorithms.critics import CriticEnsemble, frozen_copy
 from palestra.vector.algorithms.minibatches import MiniBatch, normalise_weights
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.vector.learners.optimizers import StackedOptimizer
@@ -41,8 +41,6 @@ class COMA(AlgorithmConfig):
     policy."""
 
     type: Literal["coma"] = "coma"
-    rollout_length: int = Field(16, ge=1)
-    """Rollout length: steps of every parallel game per batch."""
     gamma: float = Field(0.99, ge=0, le=1)
     """Discount per decision of a seat."""
     td_lambda: float = Field(0.8, ge=0, le=1)
@@ -67,15 +65,6 @@ def counterfactual_advantages(q: Tensor, policy: Tensor, actions: Tensor) -> Ten
     the action's value minus its expectation under the policy. `q` [..., A] are values with the others' actions fixed,
     `policy` [..., A] the probabilities the seat sampled with."""
     return q.gather(-1, actions[..., None])[..., 0] - (policy * q).sum(-1)
-
-
-@dataclass
-class CentralCritic:
-    """The central critics of a stack with their target networks."""
-
-    net: Net
-    target: Net
-    optimizer: StackedOptimizer
 
 
 @dataclass
@@ -108,16 +97,18 @@ class COMALearner(NetLearner):
         self.learns = torch.zeros(len(env.seats), dtype=torch.bool, device=spec.device)
         self.learns[constant(tuple(spec.learning_seats), spec.device)] = True
         self.critics = [self._critic(stack) for stack in self.stacks]
+        self.register("critic", [one.net for one in self.critics], [one.optimizer for one in self.critics])
+        self.register("target", [one.target for one in self.critics])
 
-    def _critic(self, stack: PolicyStack) -> CentralCritic:
+    def _critic(self, stack: PolicyStack) -> CriticEnsemble:
         N = len(self.env.seats)
         seeds = [derive_seed(self.seeds[name], "critic") for name in stack.seat_mapping.names]
         lr = self.config.critic_lr or stack.config.lr
         config = stack.config.without_memory().model_copy(update={"lr": lr})
         net = Net((self.global_size + N * self.num_actions + N,), stack.head.outputs, config, make_generators(seeds))
         net.to(self.device)
-        target = copy.deepcopy(net).requires_grad_(False)
-        return CentralCritic(net, target, StackedOptimizer(net, stack.seat_mapping.names, config, self.process_group))
+        optimizer = StackedOptimizer(net, stack.seat_mapping.names, config, self.process_group)
+        return CriticEnsemble(net, frozen_copy(net), optimizer, num_critics=1, value_per_action=True)
 
     # ---- learning
 
@@ -288,13 +279,6 @@ class COMALearner(NetLearner):
         return q
 
     # ---- state
-
-    def modules(self) -> dict[str, nn.Module]:
-        nets = {f"critic.{i}": critic.net for i, critic in enumerate(self.critics)}
-        return super().modules() | nets | {f"target.{i}": critic.target for i, critic in enumerate(self.critics)}
-
-    def optimizers(self) -> dict[str, StackedOptimizer]:
-        return super().optimizers() | {f"critic_adam.{i}": critic.optimizer for i, critic in enumerate(self.critics)}
 
     def state_arrays(self) -> Arrays:
         return super().state_arrays() | {"updates": np.array([self.updates])}

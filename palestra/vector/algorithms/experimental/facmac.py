@@ -26,7 +26,7 @@ from palestra.vector.algorithms.off_policy import PolicyOutput
 from palestra.vector.algorithms.team_mixing import check_mixer_sees_state, mix_values
 from palestra.vector.learners.nets import NetLearner
 from palestra.vector.learners.optimizers import StackedOptimizer
-from palestra.vector.losses import q_loss, q_target
+from palestra.vector.losses import q_loss, td_target
 from palestra.vector.nets.mixers import QMIXMixer, SeatValues, VDNMixer
 from palestra.vector.nets.on_device import constant
 from palestra.vector.nets.replay import ReplayBuffer, TransitionBatch
@@ -70,7 +70,10 @@ class FACMACLearner(DDPGLearner):
             settings = self.policies[self.names[0]]
             settings = settings.model_copy(update={"lr": config.critic_lr or settings.lr})
             self.mixer_adam = StackedOptimizer(self.mixer, ["+".join(self.names)], settings, self.process_group)
+            self.extra_optimizers["mixer_adam"] = self.mixer_adam
         self.target_mixer = copy.deepcopy(self.mixer).requires_grad_(False)
+        self.extra_modules |= {"mixer": self.mixer, "target_mixer": self.target_mixer}
+        self.polyak_pairs.append((self.mixer, self.target_mixer))
 
     def build_replay(self) -> ReplayBuffer:
         seats = sorted(self.action_encoder.heads)
@@ -95,9 +98,8 @@ class FACMACLearner(DDPGLearner):
         for line, own in zip(lines, self._train_team(transitions, batches, generator, progress), strict=True):
             line |= own
         self.steps += 1
-        for net, slow in self.polyak_pairs():
+        for net, slow in self.polyak_pairs:
             polyak_update(net, slow, self.config.tau)
-        polyak_update(self.mixer, self.target_mixer, self.config.tau)
         return lines
 
     @torch.no_grad()
@@ -114,7 +116,7 @@ class FACMACLearner(DDPGLearner):
         after = self._team_value(self.target_mixer, values, transitions.next_agent_mask, state)
         seats = sorted(self.action_encoder.heads)  # all have the same discount and weight
         rewards = transitions.rewards[:, constant(tuple(seats), self.device)].mean(-1)
-        return q_target(rewards, transitions.discounts[:, seats[0]], after)
+        return td_target(rewards, transitions.discounts[:, seats[0]], after)
 
     def _train_mixed_critic(
         self, transitions: TransitionBatch, batches: list[UpdateBatch], target: Tensor, progress: float
@@ -186,12 +188,3 @@ class FACMACLearner(DDPGLearner):
         if not self.uses_global_features:
             return obs.new_zeros(len(obs), 0)
         return self.global_features(obs, state, 1)
-
-    # ---- state
-
-    def modules(self) -> dict[str, nn.Module]:
-        return super().modules() | {"mixer": self.mixer, "target_mixer": self.target_mixer}
-
-    def optimizers(self) -> dict[str, StackedOptimizer]:
-        mine = {"mixer_adam": self.mixer_adam} if self.mixer_adam else {}
-        return super().optimizers() | mine

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from palestra.core.losses import LossInputs, TensorMetrics, clipped_policy_loss, cross_entropy_loss
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, RolloutBatch
-from palestra.envs.vector_base import VectorEnv
 from palestra.vector.algorithms.actor_critic import ActorCriticConfig, ActorCriticLearner
 from palestra.vector.algorithms.minibatches import minibatch_seed, normalise_weights
 from palestra.vector.learners.nets import (
@@ -40,49 +38,21 @@ from palestra.vector.losses import ImitationReward, discriminator_loss, gradient
 from palestra.vector.nets.heads import encode_actions, encoding_size
 from palestra.vector.nets.layers import Net, make_generators
 from palestra.vector.nets.normalise import normalise
-from palestra.vector.nets.on_device import CPU, RolloutTensors, uniform
+from palestra.vector.nets.on_device import RolloutTensors, uniform
 from palestra.vector.rollouts.episodes import EpisodeFiles, read_vector_episodes
-
-
-@dataclass(frozen=True)
-class Demonstrations:
-    """T joint steps of B games: `obs [T, B, N, *view]` float32 or uint8, `actions [T, B, N, ...]` int32 or float32,
-    agent mask `agent_mask [T, B, N]` bool, first steps of games (`is_first [T, B]` bool), and action masks `action_mask
-    [T, B, N, A]` bool if the env has them."""
-
-    obs: Tensor
-    actions: Tensor
-    agent_mask: Tensor
-    is_first: Tensor
-    action_mask: Tensor | None = None
-
-
-def to_demonstrations(batch: RolloutTensors) -> Demonstrations:
-    """Returns the transitions of a batch as demonstrations that share its tensors."""
-    action_mask = batch.action_mask
-    if action_mask is not None:
-        action_mask = action_mask[:-1]
-    return Demonstrations(batch.obs[:-1], batch.actions, batch.agent_mask[:-1], batch.is_first[:-1], action_mask)
-
-
-def read_demonstrations(paths: Sequence[str | Path], env: VectorEnv, device: torch.device = CPU) -> Demonstrations:
-    """Returns the recorded episodes in files, one after another as those of one game. Raises ValueError if a file holds
-    none or belongs to another env."""
-    return to_demonstrations(RolloutTensors.of(read_vector_episodes(paths, env), device))
 
 
 class DemoBatch:
     """Demonstrations at the seats of a stack, each array [P, T, C, ...]. `sample` samples transitions for each member,
     or with `memory` sequences that start at the first step of a game."""
 
-    def __init__(self, stack: PolicyStack, transitions: Demonstrations, memory: bool) -> None:
+    def __init__(self, stack: PolicyStack, batch: RolloutTensors, memory: bool) -> None:
         self.stack = stack
-        self.observations = stack.seat_mapping.network_inputs(transitions.obs, 2).flatten(2, 3)
-        self.actions = stack.action_rows(transitions.actions)
-        self.agent_mask = stack.rows(transitions.agent_mask)
-        self.action_mask = stack.optional_rows(transitions.action_mask)
-        seats = len(stack.seat_mapping.seats[0])
-        self.is_first = transitions.is_first.repeat_interleave(seats, 1).expand(self.agent_mask.shape)
+        self.observations = stack.seat_mapping.network_inputs(batch.obs[:-1], 2).flatten(2, 3)
+        self.actions = stack.actions(batch)
+        self.agent_mask = stack.rows(batch.agent_mask[:-1])
+        self.action_mask = stack.action_masks(batch)
+        self.is_first = stack.seat_mapping.repeat_games(batch.is_first[:-1])
         begin = self.is_first if memory else self.agent_mask
         self.starts = [own.flatten().nonzero()[:, 0] for own in begin]  # t * C + c, where sequences may start
 
@@ -125,9 +95,9 @@ class DemoBatch:
 def load_demonstrations(paths: Sequence[str], learner: NetLearner, *, memory: bool) -> list[DemoBatch]:
     """Returns the demonstrations of each stack. Raises ValueError if a policy has no action in them, or if a recurrent
     policy has no first step of a game."""
-    transitions = read_demonstrations(paths, learner.env, learner.device)
+    batch = RolloutTensors.of(read_vector_episodes(paths, learner.env), learner.device)
     where = ", ".join(paths)
-    found = [DemoBatch(stack, transitions, memory and stack.config.is_recurrent) for stack in learner.stacks]
+    found = [DemoBatch(stack, batch, memory and stack.config.is_recurrent) for stack in learner.stacks]
     for demos in found:
         if demos.policies_without_actions:
             raise ValueError(
@@ -274,6 +244,9 @@ class GAILLearner(ActorCriticLearner):
         self.imitation = config
         self.demos = load_demonstrations(config.demonstrations, self, memory=False)
         self.discriminators = [self._discriminator(stack) for stack in self.stacks]
+        self.register(
+            "discriminator", [one.net for one in self.discriminators], [one.optimizer for one in self.discriminators]
+        )
 
     def _discriminator(self, stack: PolicyStack) -> Discriminator:
         seat_mapping = stack.seat_mapping
@@ -296,7 +269,7 @@ class GAILLearner(ActorCriticLearner):
         lines: dict[str, Metrics] = {name: {} for name in self.names}
         for demos, discriminator in zip(self.demos, self.discriminators, strict=True):
             seat_mapping = demos.stack.seat_mapping
-            played = DemoBatch(demos.stack, to_demonstrations(rollout), memory=False)
+            played = DemoBatch(demos.stack, rollout, memory=False)
             idle = self.process_group.all_reduce(torch.tensor([float(len(played.policies_without_actions))]))
             if not idle.item():  # all policies acted, in all processes: a rollout may be too short for that
                 lines |= self._train_discriminators(discriminator, demos, played, progress)
@@ -335,16 +308,3 @@ class GAILLearner(ActorCriticLearner):
             played.encoded_transitions(torch.arange(T * C, device=self.device).expand(P, 1, -1))
         ).view(P, T, C)
         return imitation_reward(logit, self.imitation.reward) * played.agent_mask
-
-    # ---- state
-
-    def modules(self) -> dict[str, nn.Module]:
-        return super().modules() | {
-            f"discriminator.{i}": discriminator.net for i, discriminator in enumerate(self.discriminators)
-        }
-
-    def optimizers(self) -> dict[str, StackedOptimizer]:
-        own = {
-            f"discriminator_adam.{i}": discriminator.optimizer for i, discriminator in enumerate(self.discriminators)
-        }
-        return super().optimizers() | own

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from palestra.core.losses import TensorMetrics
 from palestra.core.seeding import derive_seed
@@ -61,15 +61,16 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
         return self.data_set(gamma=self.config.gamma, seats=seats, count_env_steps=self.config.critic == "central")
 
     def build_extras(self) -> None:
-        self.value_nets = [self._value_net(stack) for stack in self.stacks]
-        self.value_adams = []
-        for net, stack in zip(self.value_nets, self.stacks, strict=True):
+        self.value_nets: list[Net] = []
+        self.value_adams: list[StackedOptimizer] = []
+        for stack in self.stacks:
+            names = stack.seat_mapping.names
+            generators = make_generators([derive_seed(self.seeds[name], "value") for name in names])
+            net = Net(self.critic_input_shape(stack), 1, stack.config, generators).to(self.device)
             config = stack.config.model_copy(update={"lr": self.config.critic_lr or stack.config.lr})
-            self.value_adams.append(StackedOptimizer(net, stack.seat_mapping.names, config, self.process_group))
-
-    def _value_net(self, stack: PolicyStack) -> Net:
-        seeds = [derive_seed(self.seeds[name], "value") for name in stack.seat_mapping.names]
-        return Net(self.critic_input_shape(stack), 1, stack.config, make_generators(seeds)).to(self.device)
+            self.value_nets.append(net)
+            self.value_adams.append(StackedOptimizer(net, names, config, self.process_group))
+        self.register("value", self.value_nets, self.value_adams)
 
     def train_step(
         self, transitions: TransitionBatch, generator: torch.Generator, progress: float
@@ -90,7 +91,7 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
             target = td_target(stack.rows(transitions.rewards, 1), stack.rows(transitions.discounts, 1), following)
             lines.append(line | self.train_critics(critic, batch, target, progress))
         self.steps += 1
-        for net, target_net in self.polyak_pairs():
+        for net, target_net in self.polyak_pairs:
             polyak_update(net, target_net, self.config.tau)
         return lines
 
@@ -131,9 +132,3 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
         return {"policy_loss": loss.detach(), "grad_norm": norms} | {
             name: (share * of).sum(1) / seats for name, of in means.items()
         }
-
-    def modules(self) -> dict[str, nn.Module]:
-        return super().modules() | {f"value.{i}": net for i, net in enumerate(self.value_nets)}
-
-    def optimizers(self) -> dict[str, StackedOptimizer]:
-        return super().optimizers() | {f"value_adam.{i}": adam for i, adam in enumerate(self.value_adams)}

@@ -9,7 +9,7 @@ observations of the whole team.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, Self, cast
 
 import torch
@@ -21,7 +21,6 @@ from palestra.vector.algorithms.actor_critic import ActorCriticLearner
 from palestra.vector.algorithms.critics import ValueCritic
 from palestra.vector.algorithms.ppo import PPO
 from palestra.vector.learners.nets import NetLearner
-from palestra.vector.learners.optimizers import StackedOptimizer
 from palestra.vector.learners.policy_stack import NetPolicyConfig
 from palestra.vector.nets.dense import Linear
 from palestra.vector.nets.heads import ActionHead
@@ -133,12 +132,14 @@ class MATLearner(ActorCriticLearner):
     value_output_metric = "value_loss"
     trains_transformers = True
 
-    def build_net(self, seat_mapping: SeatMapping, head: ActionHead, config: NetPolicyConfig) -> Net:
+    def build_net(
+        self, seat_mapping: SeatMapping, head: ActionHead, config: NetPolicyConfig, seeds: Sequence[int]
+    ) -> Net:
         return MultiAgentTransformer(
             seat_mapping.input_shape,
             seat_mapping.action_space,
             config,
-            make_generators([self.seeds[name] for name in seat_mapping.names]),
+            make_generators(seeds),
             self.output_gain,
             len(seat_mapping.seats[0]),
             seat_mapping.layout,
@@ -150,17 +151,12 @@ class MATLearner(ActorCriticLearner):
         values = cast(Net, EncoderValues(cast(MultiAgentTransformer, stack.net)))
         return EncoderCritic(seat_mapping, values, stack.optimizer, norm, self.config.value_norm == "popart")
 
+    def register_critics(self) -> None:
+        """Does nothing: the critics are the policies' networks."""
+
     def _train_critic(
         self, critic: ValueCritic, batch: RolloutTensors, targets: Tensor, known: Tensor, progress: float
     ) -> Metrics:
         """Updates the statistics of returns; values are trained with the policy."""
         self._update_norm(critic, targets, known)
         return {}
-
-    # ---- state: the critics have none of their own except the statistics of returns
-
-    def modules(self) -> dict[str, nn.Module]:
-        return {name: module for name, module in super().modules().items() if not name.startswith("critic.")}
-
-    def optimizers(self) -> dict[str, StackedOptimizer]:
-        return {name: one for name, one in super().optimizers().items() if not name.startswith("critic_adam.")}

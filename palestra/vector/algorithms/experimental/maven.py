@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from palestra.core.losses import TensorMetrics
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, RolloutBatch
-from palestra.envs.vector_base import Arrays, Discrete
+from palestra.envs.vector_base import Arrays, Discrete, Space
 from palestra.vector.algorithms.experimental.latents import LatentPlayer, LatentPolicy
 from palestra.vector.algorithms.q_learning import ValueHead, with_last_layer
 from palestra.vector.algorithms.qmix import MixingConfig, QMIXLearner
@@ -42,7 +42,6 @@ from palestra.vector.nets.heads import ActionHead, mask_illegal
 from palestra.vector.nets.layers import make_generators
 from palestra.vector.nets.on_device import RolloutTensors, as_tensor
 from palestra.vector.nets.replay import TransitionBatch
-from palestra.vector.nets.seat_mapping import SeatMapping
 from palestra.vector.nets.sequence_replay import SequenceBatch
 from palestra.vector.policies.nets import ActionSelector, NetVectorPolicy, greedy_selector
 
@@ -113,17 +112,18 @@ class MAVENLearner(QMIXLearner):
         generators = make_generators([derive_seed(seed, "variational")])
         self.variational = MLP(inputs, [config.mixer_units], "relu", generators, config.latents).to(self.device)
         self.variational_adam = adam(self.variational, config=own, process_group=self.process_group)
+        self.extra_modules |= {
+            "latents": self.latent_policy.net,
+            "returns": self.latent_policy.norm,
+            "variational": self.variational,
+        }
+        self.extra_optimizers |= {"latent_adam": self.latent_adam, "variational_adam": self.variational_adam}
 
     # ---- networks
 
-    def output_size(self, head: ActionHead) -> int:
-        return self.config.latents * super().output_size(head)
-
-    def build_stack(self, seat_mapping: SeatMapping) -> PolicyStack:
-        made = super().build_stack(seat_mapping)
-        assert isinstance(seat_mapping.action_space, Discrete)
-        made.head = LatentHead(seat_mapping.action_space, self.config.duelling, self.config.latents)
-        return made
+    def build_head(self, space: Space) -> ActionHead:
+        assert isinstance(space, Discrete)
+        return LatentHead(space, self.config.duelling, self.config.latents)
 
     @property
     def latent_heads(self) -> list[LatentHead]:
@@ -276,13 +276,6 @@ class MAVENLearner(QMIXLearner):
     def member_writers(self) -> dict[str, Callable[[Path], None]]:
         """Returns writers of the policies as plain Q-networks of the preferred latent."""
         return policy_writers(stack for stack, _ in self._plain_stacks())
-
-    def modules(self) -> dict[str, nn.Module]:
-        mine = {"latents": self.latent_policy.net, "returns": self.latent_policy.norm, "variational": self.variational}
-        return super().modules() | mine
-
-    def optimizers(self) -> dict[str, StackedOptimizer]:
-        return super().optimizers() | {"latent_adam": self.latent_adam, "variational_adam": self.variational_adam}
 
     def state_arrays(self) -> Arrays:
         return super().state_arrays() | {f"games/{key}": value for key, value in self.latent_policy.arrays().items()}

@@ -14,12 +14,12 @@ import torch
 from helpers.vector_toys import Countdown, Cues, Push, Track, assert_same_state, mean_return, snapshot, train
 
 from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv
-from palestra.vector.algorithms.experimental.imitation import BC, GAIL, read_demonstrations
+from palestra.vector.algorithms.experimental.imitation import BC, GAIL
 from palestra.vector.learners.policy_stack import NetPolicyConfig
 from palestra.vector.losses import discriminator_loss, gradient_penalty, imitation_reward
 from palestra.vector.nets.heads import encode_actions, make_head
 from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
-from palestra.vector.rollouts.episodes import record_vector_episodes
+from palestra.vector.rollouts.episodes import read_vector_episodes, record_vector_episodes
 from palestra.vector.rollouts.rollout import VectorRollout
 
 POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
@@ -136,9 +136,9 @@ def test_clone_matches_the_expert_frequencies(tmp_path: Path, check_score: Any) 
     )
     made = learner(BC(demonstrations=drawn, batch_size=2048), env, {"a": [0]})
     figures = train(made, VectorRollout(env, np.arange(64)), 16, 15)
-    moves, errors = read_demonstrations([drawn], env), []
+    moves, errors = read_vector_episodes([drawn], env), []
     for cue in range(3):
-        own = moves.obs[:, :, 0, cue] == 1
+        own = moves.obs[:-1, :, 0, cue] == 1
         counts = np.bincount(moves.actions[:, :, 0][own], minlength=3) / int(own.sum())
         view = torch.tensor([*np.eye(3)[cue], 1.0], dtype=torch.float32)
         played = made.stacks[0].net(view[None, None])[0, 0].softmax(0).detach().numpy()
