@@ -2,7 +2,7 @@
 
 Passes of several adapters on one base can be made together (`run_together`): the samples of each adapter are a block of
 rows, everything but the adapters is computed for all blocks at once, and each block has its own loss. Roles with few
-samples each then take one pass instead of many small ones.
+samples each then take one pass instead of many small ones, on a GPU.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ from palestra.engine.bases.model import Engine
 from palestra.engine.forward.flat_row import packs
 from palestra.engine.forward.tree_attention import Forest, TreeLayout, concat_forests
 from palestra.engine.lora.adapters import Adapter
-from palestra.engine.lora.routes import MAX_GROUPED_ROWS, BlockRoute, SingleAdapterRoute
+from palestra.engine.lora.routes import BlockRoute, SingleAdapterRoute
 from palestra.engine.lora.variants import Dropout
 from palestra.engine.training.micro_batch import MicroBatch, PackedBatch, TokenOutputs, num_tokens
 from palestra.parallel.process_group import ProcessGroup
+
+# Launching many small passes takes a GPU longest. A CPU saves less (nothing with more than 512 rows an adapter), and
+# with separate passes a run has the same numbers in this process and on Ray, where each learner has a process.
+JOINING_DEVICES = ("cuda",)
 
 
 class TrainedWeights(Protocol):
@@ -66,7 +70,7 @@ class TrainPass:
 
     @property
     def is_joinable(self) -> bool:
-        """True if the pass can be made together with others, and is made faster so."""
+        """True if the pass may be made together with others."""
         weights = self.weights
         if weights.adapter is None or self.dropout is not None or weights.group.world_size > 1:
             return False
@@ -74,7 +78,7 @@ class TrainPass:
             return False
         if any(sample.routed_experts is not None for sample in self.pack.samples):
             return False
-        return weights.engine.device.type != "cpu" or self.num_tokens <= MAX_GROUPED_ROWS
+        return weights.engine.device.type in JOINING_DEVICES
 
     @property
     def kind(self) -> Hashable:

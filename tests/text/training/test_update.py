@@ -23,8 +23,8 @@ def test_a_run_trains_its_roles_together(tmp_path: Any, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("palestra.text.learners.lm.run_together", count)
 
-    def metrics(limit: int) -> list[dict[str, float]]:
-        monkeypatch.setattr(train_pass, "MAX_GROUPED_ROWS", limit)
+    def metrics(device: str) -> list[dict[str, float]]:
+        monkeypatch.setattr(train_pass, "JOINING_DEVICES", (device,))
         run = pl.train(
             env=pl.Chain(
                 rows=rows,
@@ -39,15 +39,15 @@ def test_a_run_trains_its_roles_together(tmp_path: Any, monkeypatch: pytest.Monk
             steps=2,
             episodes=4,
             root=tmp_path,
-            name=f"rows-{limit}",
+            name=device,
         )
         last = run.metrics.groupby("policy").last()
         return [last.loc[name].dropna().to_dict() for name in ("writer", "editor")]
 
-    separate = metrics(0)
+    separate = metrics("cuda")
     assert sizes == [1, 1] * 2
     sizes.clear()
-    joined = metrics(512)
+    joined = metrics("cpu")
     assert sizes == [2, 2]
     for one, other in zip(separate, joined, strict=True):
         assert other == pytest.approx(one, rel=1e-3, abs=1e-5) and one["grad_norm"] > 0
