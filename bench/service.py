@@ -1,7 +1,7 @@
 """Measures the training service: the cost of HTTP, the speed with many clients, latency under load, and memory.
 
     python bench/service.py            about 5 minutes
-    python bench/service.py --quick    a quarter of the work, once: a smoke test
+    python bench/service.py --quick    two rounds instead of eight, and less load: about a minute and a half
 
 A round is one step of reinforcement learning by a client: sample 8 answers of 16 tokens to each of 64 prompts of 96
 tokens, train on all of them, make an optimizer step, and export the weights to a sampler. Rounds run in this process,
@@ -170,9 +170,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     sys.setswitchinterval(5e-4)  # clients are threads here but processes in practice: they must not wait for each other
     quick = parser.parse_args().quick
-    repeats = 1 if quick else 8
-    groups = 16 if quick else GROUPS
-    prompts = [np.array(p, np.int32) for p in random_prompts(groups, PROMPT, seed=0)]
+    repeats = 2 if quick else 8
+    prompts = [np.array(p, np.int32) for p in random_prompts(GROUPS, PROMPT, seed=0)]
     with tempfile.TemporaryDirectory() as folder, server(Path(folder) / "data") as (url, _):
         ways = {"in process": [in_process()]}
         ways |= {f"{n} client{'s' * (n > 1)}": [remote(url, seed) for seed in range(n)] for n in (1, 4, 16)}
@@ -181,12 +180,12 @@ def main() -> None:
             for name, clients in ways.items():
                 seconds = together(clients, prompts)
                 best[name] = min(best[name], seconds) if number else best[name]  # the first round warms up
-    table = Table(title=f"a round: {groups} prompts of {PROMPT} tokens, {K} answers of {NEW}", title_justify="left")
+    table = Table(title=f"a round: {GROUPS} prompts of {PROMPT} tokens, {K} answers of {NEW}", title_justify="left")
     for heading in ("", "seconds", "sampled tokens/s", "trained tokens/s"):
         table.add_column(heading, justify="left" if not heading else "right")
     for name, clients in ways.items():
         spent = {phase: max(c.seconds[phase] for c in clients) for phase in ("sampling", "training")}
-        rates = [f"{groups * K * NEW / spent[phase]:,.0f}" for phase in spent]
+        rates = [f"{GROUPS * K * NEW / spent[phase]:,.0f}" for phase in spent]
         table.add_row(name, f"{best[name]:.2f}", *rates)
     console.print(table)
     waits, memory = loaded(quick)
