@@ -8,7 +8,7 @@ if there are fewer than `MIN_LINES` lines. An alarm is a hint where to look, not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -364,27 +364,34 @@ def change_while_rewarded(series: Mapping[str, np.ndarray], key: str, better: fl
 def newest_mean(series: Mapping[str, np.ndarray], key: str) -> float | None:
     """Returns the mean of a metric's newest `NEWEST_LINES` lines, at most half of all; None if there are fewer than
     `MIN_LINES`."""
-    return _mean(series.get(key, ()), lambda count: slice(-min(NEWEST_LINES, count // 2), None))
+    values = _lines(series, key)
+    return _mean(values[-min(NEWEST_LINES, len(values) // 2) :])
 
 
 def end_mean(series: Mapping[str, np.ndarray], key: str) -> float | None:
     """Returns the mean of a metric's newest sixth, from `MIN_END_LINES` to `NEWEST_LINES` lines; None if there are
     fewer than `MIN_LINES` lines."""
-    return _mean(series.get(key, ()), lambda count: slice(-min(NEWEST_LINES, max(MIN_END_LINES, count // 6)), None))
+    values = _lines(series, key)
+    return _mean(values[-min(NEWEST_LINES, max(MIN_END_LINES, len(values) // 6)) :])
 
 
 def first_mean(series: Mapping[str, np.ndarray], key: str) -> float | None:
     """Returns the mean of a metric's first `FIRST_LINES` lines, at most a quarter of all; None if there are fewer than
     `MIN_LINES`."""
-    return _mean(series.get(key, ()), lambda count: slice(min(FIRST_LINES, count // 4)))
+    values = _lines(series, key)
+    return _mean(values[: min(FIRST_LINES, len(values) // 4)])
 
 
-def _mean(values: Sequence[float] | np.ndarray, part: Callable[[int], slice]) -> float | None:
-    """Returns the mean of the part of the lines that `part` chooses by their number; None if there are fewer than
-    `MIN_LINES`. It is rounded: the float mean of values that are all 0.9 may otherwise be just below 0.9."""
-    if len(values) < MIN_LINES:
-        return None
-    return round(float(np.mean(values[part(len(values))])), 9)
+def _lines(series: Mapping[str, np.ndarray], key: str) -> np.ndarray:
+    """Returns a metric's lines; none if there are fewer than `MIN_LINES`."""
+    values = series.get(key, np.zeros(0))
+    return values if len(values) >= MIN_LINES else values[:0]
+
+
+def _mean(values: np.ndarray) -> float | None:
+    """Returns the mean, rounded: the float mean of values that are all 0.9 may otherwise be just below 0.9. None
+    without values."""
+    return round(float(np.mean(values)), 9) if len(values) else None
 
 
 def reward_rise(series: Mapping[str, np.ndarray]) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -75,12 +76,18 @@ class PackedBatch:
             experts_SLK = packed_experts(samples, forest, engine.routers, layers)
         return cls(forest, TreeLayout(forest, engine.device), rows_M, targets_M, temperature_M, kept, experts_SLK)
 
+    @cached_property
+    def distinct_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """The flat rows that predict a token, each once, and the index of each token's row among
+        them [M]."""
+        return np.unique(self.rows_M, return_inverse=True)
+
     def run_model(
         self, engine: Engine, adapter: Adapter | None, *, entropy_grad: bool = False, dropout: Dropout | None = None
     ) -> TokenOutputs:
         """Computes the outputs of the model with `adapter` and its `dropout`. Each distinct row of
         logits is computed once; with `entropy_grad`, entropies have gradients."""
-        keep = engine.tensor(np.unique(self.rows_M))
+        keep = engine.tensor(self.distinct_rows[0])
         tensor = engine.tensor
         route = SingleAdapterRoute(adapter, dropout) if adapter else None
         flat = tensor(self.forest.ids_S), tensor(self.forest.positions_S), self.layout, route, keep
@@ -103,8 +110,7 @@ class PackedBatch:
         self, engine: Engine, route: AdapterRoute | None, hidden_RH: Tensor, *, entropy_grad: bool = False
     ) -> TokenOutputs:
         """Returns the outputs from the last hidden states of the rows that predict a token, each row once."""
-        of_token_M = np.unique(self.rows_M, return_inverse=True)[1]
-        wanted = scored_tokens(engine, of_token_M, self.targets_M, self.temperature_M, self.kept)
+        wanted = scored_tokens(engine, self.distinct_rows[1], self.targets_M, self.temperature_M, self.kept)
         scores = score_tokens(LMHead(engine, route), hidden_RH, wanted, entropy_grad=entropy_grad)
         return TokenOutputs(*scores, select_rows(hidden_RH, wanted.row_M))
 

@@ -33,7 +33,7 @@ JOINING_DEVICES = ("cuda",)
 
 
 class TrainedWeights(Protocol):
-    """What a pass needs of the weights that it trains (`AdapterWeights`)."""
+    """Protocol of the weights that a pass trains (`AdapterWeights`)."""
 
     engine: Engine
     adapter: Adapter | None
@@ -72,13 +72,11 @@ class TrainPass:
     def is_joinable(self) -> bool:
         """True if the pass may be made together with others."""
         weights = self.weights
+        if weights.engine.device.type not in JOINING_DEVICES or weights.engine.sharded_params:
+            return False
         if weights.adapter is None or self.dropout is not None or weights.group.world_size > 1:
             return False
-        if weights.engine.sharded_params:
-            return False
-        if any(sample.routed_experts is not None for sample in self.pack.samples):
-            return False
-        return weights.engine.device.type in JOINING_DEVICES
+        return all(sample.routed_experts is None for sample in self.pack.samples)
 
     @property
     def kind(self) -> Hashable:
@@ -97,7 +95,8 @@ def join_passes(queues: Sequence[Sequence[TrainPass]]) -> Iterator[list[TrainPas
             else:
                 yield [each]
         for alike in joinable.values():
-            yield from packs(alike, lambda each: each.num_tokens, alike[0].weights.pack_tokens)
+            limit = min(each.weights.pack_tokens for each in alike)
+            yield from packs(alike, lambda each: each.num_tokens, limit)
 
 
 def run_together(passes: Sequence[TrainPass]) -> None:
@@ -111,21 +110,24 @@ def run_together(passes: Sequence[TrainPass]) -> None:
             outputs = [packed[0].run_model(engine, first.adapter, entropy_grad=bonus, dropout=dropout)]
         else:
             outputs = _run_model(engine, passes, packed)
-    values = []
+    losses = []
+    scaled = []
     for each, read in zip(passes, outputs, strict=True):
         value, metrics = each.loss(each.weights.loss_inputs(each.pack, read), **each.options)
+        losses.append((value.detach(), metrics))
         scale = each.weights.loss_scale
-        values.append(value * scale.value if scale else value)
-        each.metrics = {"loss": float(value.detach())}
-        each.metrics |= {name: float(figure / each.trained) for name, figure in metrics.items()}
-    sum(values[1:], values[0]).backward()
+        scaled.append(value * scale.value if scale else value)
+    sum(scaled[1:], scaled[0]).backward()
     engine.release_freed_memory()
+    for each, (value, metrics) in zip(passes, losses, strict=True):  # after the backward pass: reading waits for a GPU
+        each.metrics = {"loss": float(value)}
+        each.metrics |= {name: float(figure / each.trained) for name, figure in metrics.items()}
 
 
 def _run_model(engine: Engine, passes: Sequence[TrainPass], packed: Sequence[PackedBatch]) -> list[TokenOutputs]:
     """Returns the model's outputs for each pass; hidden states are computed together."""
     adapters = [each.weights.adapter for each in passes if each.weights.adapter is not None]
-    kept = [np.unique(batch.rows_M) for batch in packed]
+    kept = [batch.distinct_rows[0] for batch in packed]
     hidden_CH = hidden_of_blocks(engine, [batch.forest for batch in packed], adapters, kept)
     blocks = hidden_CH.split(list(map(len, kept)))
     outputs = []

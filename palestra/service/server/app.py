@@ -72,7 +72,7 @@ def create_app(
         app.include_router(router, prefix=prefix)
     app.add_exception_handler(BadRequest, _bad_request)
     app.add_exception_handler(RequestRejected, _close_connection)
-    app.add_exception_handler(ClientDisconnect, _answer_with(499, "the client disconnected"))  # nobody reads it
+    app.add_exception_handler(ClientDisconnect, _answer_with(499, "the client disconnected"))  # it reads no answer
     app.add_exception_handler(WeightsDamaged, _answer_with(410))
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _unknown)
