@@ -1,9 +1,9 @@
 """Routes: which adapter each row of a pass uses, and the products that apply it to a linear layer.
 
 Training uses one adapter for all rows (`SingleAdapterRoute`), with gradients, or one for each block of them
-(`BlockRoute`). Sampling uses many: rows of several
-snapshots, and of the bare base, share one forward pass (`MultiAdapterRoute`); on the plain path all rows have one
-(`SnapshotRoute`). All implement `AdapterRoute` of flat_row.py.
+(`BlockRoute`). Sampling uses many: rows of several snapshots, and of the bare base, share one forward pass
+(`MultiAdapterRoute`); on the plain path all rows have one (`SnapshotRoute`). All implement `AdapterRoute` of
+flat_row.py.
 
 Shapes: `R` rows of the flat row, `r` rank of an adapter, `T` sum of the ranks of several, `i` and `o` inputs and
 outputs of a layer.
