@@ -148,22 +148,22 @@ class VectorConfig(PolicyRunConfig):
 
     @model_validator(mode="after")
     def _have_one_rollout(self) -> Self:
-        length = self.algorithm.rollout_length
+        shared = {key: getattr(self.algorithm, key) for key in ("rollout_length", "time_limit")}
         for name, policy in self.policies.items():
             if not isinstance(policy, TrainedNetConfig) or policy.algorithm is None:
                 continue
             own = policy.algorithm
-            if "rollout_length" in own.model_fields_set and own.rollout_length != length:
-                raise ValueError(
-                    f"policies.{name}.algorithm.rollout_length: {own.rollout_length} differs from the run's {length}, "
-                    "and all policies learn from the same rollouts: set algorithm.rollout_length, and leave it out here"
-                )
-            same_length = own.model_copy(update={"rollout_length": length})
-            self.policies[name] = policy.model_copy(update={"algorithm": same_length})
-        if self.algorithm not in (*self.algorithms, PPO(rollout_length=length)):
+            for key, value in shared.items():
+                if key in own.model_fields_set and getattr(own, key) != value:
+                    raise ValueError(
+                        f"policies.{name}.algorithm.{key}: {getattr(own, key)} differs from the run's {value}, and all "
+                        f"policies learn from the same rollouts: set algorithm.{key}, and leave it out here"
+                    )
+            self.policies[name] = policy.model_copy(update={"algorithm": own.model_copy(update=shared)})
+        if self.algorithm not in (*self.algorithms, PPO(**shared)):
             raise ValueError(
                 f"algorithm: {self.algorithm.type} trains no policy, since each has an algorithm of its own: write "
-                f"algorithm: {{type: ppo, rollout_length: {length}}}, for the length of rollouts alone"
+                f"algorithm: {{type: ppo, rollout_length: {self.algorithm.rollout_length}}}, for the rollouts alone"
             )
         return self
 

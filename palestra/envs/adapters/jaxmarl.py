@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -140,9 +140,9 @@ class JaxMarlEnv(VectorEnv):
     `scale` multiplies the rewards: a won game of SMAX returns 2, one of SMAC 20.
 
     JaxMARL reports only that a game is done: games that end by their time limit count as truncated, all others as
-    terminated. With `clock: ends` both are terminated, as in JaxMARL's own learners: the value after the limit is then
-    0. Against SMAX's heuristic enemy, `success` means that all enemies fell and an ally survived; dead units do not
-    act. The state is SMAX's world state. In Hanabi exactly the player to move acts. `save` is exact.
+    terminated (`time_limit: ends` of the algorithm trains as JaxMARL's own learners do). Against SMAX's heuristic
+    enemy, `success` means that all enemies fell and an ally survived; dead units do not act. The state is SMAX's world
+    state. In Hanabi exactly the player to move acts. `save` is exact.
 
     Raises ValueError if JaxMARL cannot make the env, or if it has no observation for each agent.
     """
@@ -157,13 +157,11 @@ class JaxMarlEnv(VectorEnv):
         map: str | None = None,
         options: dict[str, Any] | None = None,
         scale: float = 1.0,
-        clock: Literal["cuts", "ends"] = "cuts",
     ) -> None:
         check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
         self.num_envs = num_envs
         self.compiled = compiled_env(id, map, options or {})
         self.reward_scale = scale
-        self.time_limit = clock
         self.adopt_spaces(self.compiled.spec)
         self.vector_step = self.compiled.spec.empty_step(num_envs)
 
@@ -178,11 +176,6 @@ class JaxMarlEnv(VectorEnv):
         self._carried, shown, came = self.compiled.step(self._carried, clipped)
         frame = self._write_step(came | shown)
         frame.rewards *= self.reward_scale
-        if self.time_limit == "ends":
-            frame.terminated |= frame.truncated
-            frame.truncated[:] = False
-            if frame.seat_terminated is not None:
-                frame.seat_terminated |= frame.terminated[:, None]
         return frame
 
     def save(self) -> Arrays:

@@ -226,10 +226,12 @@ class NetWorker:
         self.exact = ExactSolver(tree, sides) if tree else None
         self.loader = MemberLoader(env, tree, greedy=config.greedy, tables=config.tabulate)
         start = np.arange(env.num_envs)
-        self.payoff_rollout = VectorRollout(env, start)
+        limit = config.algorithm.time_limit
+        self.payoff_rollout = VectorRollout(env, start, time_limit=limit)
         self.training_rollout = self.payoff_rollout
         if sides.symmetric:
-            self.training_rollout = VectorRollout(SeatShuffledEnv(make_vector_env(config.env), sides.seats), start)
+            shuffled = SeatShuffledEnv(make_vector_env(config.env), sides.seats)
+            self.training_rollout = VectorRollout(shuffled, start, time_limit=limit)
 
     def _tree(self) -> GameTree | None:
         try:

@@ -40,7 +40,7 @@ from palestra.vector.learners.teams import JointLearner, TeamLearners, TeamSeats
 from palestra.vector.nets.on_device import CPU, pinned_zeros
 from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
 from palestra.vector.rollouts.actors import ActorPool
-from palestra.vector.rollouts.rollout import VectorRollout
+from palestra.vector.rollouts.rollout import MakeZeros, TimeLimit, VectorRollout
 from palestra.vector.trainer import VectorEval, VectorTrainer
 
 DEFAULT_LOG_LINES = 500  # log lines of a run if `log_every` is 0
@@ -117,7 +117,7 @@ def build_process(config: VectorConfig, ranks: ProcessGroup) -> VectorTrainer:
 
     zeros = pinned_zeros if device.type == "cuda" else np.zeros  # a GPU copies from pinned memory faster
     trainer = VectorTrainer(
-        rollout=_actors(config, learner) if config.num_actors else VectorRollout(env, np.arange(env.num_envs), zeros),
+        rollout=_actors(config, learner) if config.num_actors else _own_rollout(config, env, zeros),
         learner=learner,
         fixed_players=others,
         evals=[]
@@ -272,6 +272,7 @@ class ActorSetup:
     env: VectorEnv
     learner: NetLearner | JointLearner
     fixed_players: list[VectorPolicy]
+    time_limit: TimeLimit
 
     def players(self, progress: float) -> list[VectorPolicy]:
         """Players of all seats; `progress` is the elapsed share of the run, from 0 to 1."""
@@ -287,12 +288,18 @@ def make_actor_setup(config: VectorConfig) -> ActorSetup:
     """Builds the env and players of an actor, in the actor's own process."""
     keep_freed_memory()
     env, _ = make_own_envs(config, 1)
-    return ActorSetup(env, *build_players(config, env, SINGLE_PROCESS))
+    return ActorSetup(env, *build_players(config, env, SINGLE_PROCESS), config.algorithm.time_limit)
 
 
 def _actors(config: VectorConfig, learner: NetLearner | JointLearner) -> ActorPool:
     makers = [partial(make_actor_setup, config)] * config.num_actors
-    return ActorPool(ActorSetup(learner.env, learner, []), makers, config.algorithm.rollout_length, config.seed)
+    algorithm = config.algorithm
+    setup = ActorSetup(learner.env, learner, [], algorithm.time_limit)
+    return ActorPool(setup, makers, algorithm.rollout_length, config.seed)
+
+
+def _own_rollout(config: VectorConfig, env: VectorEnv, zeros: MakeZeros) -> VectorRollout:
+    return VectorRollout(env, np.arange(env.num_envs), zeros, time_limit=config.algorithm.time_limit)
 
 
 def _build_eval(

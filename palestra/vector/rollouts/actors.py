@@ -28,7 +28,7 @@ from palestra.core.types import RolloutBatch
 from palestra.envs.vector_base import Arrays, VectorEnv
 from palestra.parallel.processes import SPAWN_CONTEXT, PipeProcess, leave_signals_to_parent
 from palestra.vector.policies.base import VectorPolicy
-from palestra.vector.rollouts.rollout import VectorRollout, empty_batch
+from palestra.vector.rollouts.rollout import TimeLimit, VectorRollout, empty_batch
 
 SLOTS_PER_ACTOR = 3  # one to write, one to read, one in between
 MAX_ACTOR_FAILURES = 3  # consecutive deaths of an actor without a batch
@@ -46,6 +46,7 @@ class ActorSpec(Protocol):
     """The parts of an actor: its envs, and players whose weights are the tensors that `acting_tensors` lists."""
 
     env: VectorEnv
+    time_limit: TimeLimit
 
     def players(self, progress: float) -> Sequence[VectorPolicy]: ...
     def acting_tensors(self) -> list[Tensor]: ...
@@ -97,7 +98,8 @@ def _actor_main(pipe: Connection, lock: Any, make: Callable[[], ActorSpec], hori
     spec = make()
     parent = os.getppid()
     first = derive_seed(seed, "games") >> 1 | 1 << 33  # evaluations have seeds below 2**32
-    rollout = VectorRollout(spec.env, first + np.arange(spec.env.num_envs))
+    seeds = first + np.arange(spec.env.num_envs)
+    rollout = VectorRollout(spec.env, seeds, time_limit=spec.time_limit)
     weights = spec.acting_tensors()
     buffers = SharedBuffers(sum(w.numel() for w in weights), empty_batch(spec.env, rollout.vector_step, horizon), name)
     number = 0

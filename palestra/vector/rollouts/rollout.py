@@ -15,6 +15,7 @@ from palestra.core.types import RolloutBatch
 from palestra.envs.vector_base import Arrays, VectorEnv, VectorStep, zero_actions
 from palestra.vector.policies.base import VectorPolicy
 
+TimeLimit = Literal["cuts", "ends"]  # what it does to a game, for training
 MakeZeros = Callable[[tuple[int, ...], Any], np.ndarray]  # of a shape and a dtype
 MAX_EPISODE_STEPS = 100_000  # joint steps after which what waits for the end of an episode gives up
 LARGE_REWARD = 1e6  # rewards above this are a likely cause of non-finite losses
@@ -22,10 +23,13 @@ LARGE_REWARD = 1e6  # rewards above this are a likely cause of non-finite losses
 
 class VectorRollout:
     """Collects rollouts in one vector env: each `collect` continues where the last one stopped. The returned batch is
-    valid until the next call; `zeros` makes its arrays."""
+    valid until the next call; `zeros` makes its arrays. With `time_limit: ends` truncated games count as terminated."""
 
-    def __init__(self, env: VectorEnv, seeds: np.ndarray, zeros: MakeZeros = np.zeros) -> None:
+    def __init__(
+        self, env: VectorEnv, seeds: np.ndarray, zeros: MakeZeros = np.zeros, *, time_limit: TimeLimit = "cuts"
+    ) -> None:
         self.env = env
+        self.time_limit = time_limit
         self.zeros = zeros
         self.recurrent_states: dict[str, Any] = {}
         self.restart(seeds)
@@ -94,7 +98,8 @@ class VectorRollout:
         except Exception as error:
             message, trace = describe_error(error)
             raise RunFailed.from_traceback(f'env "{self.env.label}" failed in {method}: {message}', trace) from error
-        return without_absent_views(vector_step)
+        vector_step = without_absent_views(vector_step)
+        return terminate_truncated(vector_step) if self.time_limit == "ends" else vector_step
 
     def _note(self, batch: RolloutBatch, t: int) -> None:
         vector_step = self.vector_step
@@ -219,6 +224,20 @@ def seen_in_batch(vector_step: VectorStep, batch: RolloutBatch, t: int) -> Vecto
     that are copied to another device faster."""
     action_mask = None if batch.action_mask is None else batch.action_mask[t]
     return replace(vector_step, obs=batch.obs[t], action_mask=action_mask)
+
+
+def terminate_truncated(vector_step: VectorStep) -> VectorStep:
+    """Returns a step in which truncated games are terminated, for all seats; `vector_step` itself if there is none."""
+    cut = vector_step.truncated
+    if not cut.any():
+        return vector_step
+    gone = vector_step.seat_terminated
+    return replace(
+        vector_step,
+        terminated=vector_step.terminated | cut,
+        truncated=np.zeros_like(cut),
+        seat_terminated=None if gone is None else gone | cut[:, None],
+    )
 
 
 def without_absent_views(vector_step: VectorStep) -> VectorStep:

@@ -8,7 +8,7 @@ import pytest
 from helpers.vector_toys import Counted
 
 from palestra.core.config import dump, validate
-from palestra.core.files import read_arrays
+from palestra.core.files import read_arrays, read_lines
 from palestra.runs import Run, list_checkpoints
 from palestra.runs.loop import restore_checkpoint, run_training
 from palestra.vector.build.build import build_vector_run
@@ -82,3 +82,20 @@ def test_keep_every_is_met_after_rounding(tmp_path: Path, checkpoint_every: int,
     steps = -(-keep_every // 32)
     kept = [checkpoint.step + 1 for checkpoint in list_checkpoints(path) if checkpoint.entry["keep"]]
     assert kept == sorted({*range(steps, 13, steps), 12})
+
+
+@pytest.mark.parametrize("limit", ["cuts", "ends"])
+def test_nothing_comes_after_a_time_limit_that_ends_games(tmp_path: Path, limit: str) -> None:
+    """Four steps of CartPole are paid 1 each, so a step is worth 2.5 in the mean; bootstrapped, far more."""
+    wrappers = [{"type": "TimeLimit", "max_episode_steps": 4}]
+    replay = {"rollout_length": 8, "gradient_steps": 8, "learning_starts": 1, "gamma": 0.99, "tau": 0.2}
+    path = trained(
+        tmp_path,
+        env={"type": "gymnasium", "id": "CartPole-v1", "num_envs": 8, "wrappers": wrappers},
+        policies={"agent": {"type": "net", "hidden": [16], "lr": 1e-2}},
+        algorithm={"type": "dqn", "time_limit": limit} | replay,
+        evals={},
+        env_steps=8 * 8 * 40,
+    )
+    value = np.mean([line["q"] for line in read_lines(path / "metrics.jsonl") if "q" in line][-5:])
+    assert 2 < value < 3 if limit == "ends" else value > 5

@@ -82,6 +82,8 @@ def test_rollouts_have_one_length() -> None:
     assert again == settings and algorithm_label(settings.model_dump()) == "ppo and dqn"
     with pytest.raises(ValueError, match=r"policies\.blue\.algorithm\.rollout_length: 4 differs from the run's 8"):
         config(PPO, DQN | {"rollout_length": 4})
+    with pytest.raises(ValueError, match=r"policies\.blue\.algorithm\.time_limit: ends differs from the run's cuts"):
+        config(PPO, DQN | {"time_limit": "ends"})
 
 
 def test_what_does_not_fit_together_is_refused() -> None:

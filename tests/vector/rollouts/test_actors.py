@@ -45,7 +45,7 @@ def pools() -> Iterator[list[ActorPool]]:
 def actors(pools: list[ActorPool]) -> ActorPool:
     """Two actors, which play without a pause: the tests that use them are the last ones in this file."""
     if not pools:
-        config = validate(VectorConfig, CONFIG)
+        config = validate(VectorConfig, CONFIG | {"algorithm": CONFIG["algorithm"] | {"time_limit": "ends"}})
         pools.append(ActorPool(make_actor_setup(config), [partial(make_actor_setup, config)] * 2, 5, 0))
     return pools[0]
 
@@ -95,7 +95,7 @@ def test_batches_are_complete_and_come_from_all_actors(actors: ActorPool) -> Non
         sources.add(batch.worker)
         assert batch.obs.shape == (6, 8, 3, 18) and np.isfinite(batch.obs).all()
         assert batch.actions.max() <= 4 and (batch.logp < 0).all()
-        assert (batch.is_first[1:] == batch.done).all()
+        assert (batch.is_first[1:] == batch.terminated).all() and not batch.truncated.any()
         assert len(batch.episode_stats["lengths"]) == 0 or (batch.episode_stats["lengths"] == 6).all()
         assert batch.rollout_metrics["lag"] >= 0
     assert sources == {0, 1}

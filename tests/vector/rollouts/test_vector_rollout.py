@@ -8,6 +8,7 @@ import torch
 from helpers.vector_toys import Countdown, Cues, Track
 
 from palestra.core.types import RolloutBatch
+from palestra.envs.adapters.pettingzoo.games import PettingZooEnv
 from palestra.envs.batch.native import NativeEnv
 from palestra.envs.batch.rng import RNG_WORDS, uniform
 from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv, empty_step
@@ -117,6 +118,29 @@ def test_rollout_equals_a_loop_over_single_envs(turns: bool) -> None:
     np.testing.assert_array_equal(batch.episode_stats["lengths"], [steps for *_, steps, _ in ended])
     np.testing.assert_array_equal(batch.episode_stats["success"][:, 0], [success for *_, success in ended])
     assert batch.truncated.any() and batch.terminated.any() and not batch.logp.any()
+
+
+def test_time_limit_that_ends_games_changes_only_how_they_end() -> None:
+    rollouts = []
+    for limit in ("cuts", "ends"):
+        env = Countdown(4)
+        rollout = VectorRollout(env, SEEDS, time_limit=limit)
+        rollouts.append(arrays_of(rollout.collect([ScriptedVectorPolicy(env, [0, 1], by_view)], 12, seed=0)))
+    cuts, ends = rollouts
+    assert cuts["truncated"].any() and not ends["truncated"].any()
+    np.testing.assert_array_equal(ends.pop("terminated"), cuts["terminated"] | cuts["truncated"])
+    for key in ends.keys() - {"truncated"}:
+        np.testing.assert_array_equal(ends[key], cuts[key], err_msg=key)
+
+
+@pytest.mark.parametrize("limit", ["cuts", "ends"])
+def test_time_limit_that_ends_games_ends_them_for_every_seat(limit: Any) -> None:
+    env = PettingZooEnv(2, env="helpers.mortal_games:parting")
+    players: list[VectorPolicy] = [UniformVectorPolicy(env, [0, 1])]
+    batch = VectorRollout(env, np.arange(2), time_limit=limit).collect(players, 10, seed=0)
+    assert batch.seat_terminated is not None
+    assert batch.is_first[-1].all()
+    np.testing.assert_array_equal(batch.seat_terminated[-1].all(1), [limit == "ends"] * 2)
 
 
 def test_rollouts_continue_from_the_last_state() -> None:

@@ -71,13 +71,6 @@ def test_simple_spread_equals_jaxmarl() -> None:
     assert frame.truncated.all()  # JaxMARL's time limit allows 26 steps
 
 
-def test_time_limit_may_terminate_instead_of_truncate() -> None:
-    env = JaxMarlEnv(2, clock="ends")
-    env.reset(np.arange(2))
-    ends = [env.step(np.zeros((2, 3), np.int32)).copy() for _ in range(26)]
-    assert ends[-1].terminated.all() and not any(frame.truncated.any() for frame in ends)
-
-
 class Parting:
     """Agent "early" dies at its first step, and "late" after `dies` steps; the time limit is 4. All rewards are 0."""
 
