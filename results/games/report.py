@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from palestra.core.config import load
-from results.games.literature import literature_section
 from results.games.tasks import TASKS, Task
 from results.ledger import provenance
 from results.pages import interval, read_notes
@@ -43,7 +42,7 @@ def write_report(results: list[dict[str, Any]], target: Path) -> None:
     lines += [row(task, [line for line in results if line["task"] == task.name]) for task in TASKS]
     lines += ["", f"![curves]({target.stem}.png)", "", "## Where the bars come from", ""]
     lines += [f"- {task.name}: {task.why}." for task in TASKS]
-    lines += ["", *literature_section(), "", read_notes(NOTES).rstrip()]
+    lines += ["", read_notes(NOTES).rstrip()]
     target.write_text("\n".join(lines) + "\n")
     draw(results, target.with_suffix(".png"))
 
