@@ -87,8 +87,8 @@ def exploitability_at(checkpoint: Checkpoint) -> float:
 # ---- tasks
 
 LBF = (
-    "share of all food, by level, agents drawing their moves; the task of Papoudakis et al. (2021, table 3, quoted from "
-    "memory; 20 million steps)"
+    "share of all food, by level, agents drawing their moves; the task of Papoudakis et al. (2021, table 3, quoted "
+    "from memory; 20 million steps)"
 )
 TWO_STEP = "the best return is 8; Rashid et al. (2018, section 5)"
 OLD_SCALE = (
