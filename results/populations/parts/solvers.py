@@ -36,19 +36,25 @@ from palestra.envs.rules_by_env import rules_for_env
 from palestra.evaluation.game_policy import policy_table
 from palestra.evaluation.target import find_target
 from palestra.populations.plans.solvers import Nash
+from palestra.populations.tabular.best_response import best_response_values
 from palestra.populations.tabular.cfr import CFRSolver
-from palestra.populations.tabular.game_tree import GameTree, build_game_tree
+from palestra.populations.tabular.game_tree import GameTree, build_game_tree, expected_returns
 from palestra.vector.build.build import policy_by_seat
 from palestra.vector.build.envs import make_vector_env
 from palestra.vector.config import VectorConfig
 from results.populations.parts.double_oracle import DoubleOracleIterate, XFPSolver, psro, xdo
 from results.populations.parts.keeping import kept
+from results.populations.parts.learned import stages_of
 
 TARGETS: dict[str, float] = {}
 MAX_NODES = 2_000_000  # liar's dice with seven faces has 1.6 million nodes, too many for the exact solvers by default
 TABULAR_SECONDS = {"leduc_poker": (1, 10), "liars_dice": (20,), "liars_dice_7": (30,)}
-NET_SECONDS = 60
+NET_SECONDS = 40
 SEEDS = range(3)
+SIMULATIONS = 1000  # of a search
+UCT_C = 20.0  # exploration of a search: the largest difference of returns is 26
+SEARCH = "OpenSpiel, ISMCTS"
+MIXTURES = (10, 40)  # iterations of exact PSRO
 MMD_STEPSIZE = 20.0  # the best of 0.1, 0.5, 2, 5 and 20 after six seconds
 DEEP_CFR_TRAVERSALS = 375
 NET = {"hidden": [64, 64], "lr": 1e-3}
@@ -98,20 +104,24 @@ class Game:
         return pyspiel.load_game(self.spiel_name)
 
     @cached_property
-    def info_states(self) -> list[str]:
-        """OpenSpiel's names of the tree's information states, found by their tensors."""
+    def example_states(self) -> list[Any]:
+        """One of OpenSpiel's states for each information state of the tree, found by its tensor."""
         rows = {tensor.tobytes(): row for row, tensor in enumerate(self.tree.info_state_tensors)}
         assert len(rows) == len(self.tree.info_state_tensors)
-        names = [""] * len(rows)
+        examples: dict[int, Any] = {}
         states = [self.spiel.new_initial_state()]
         while states:
             state = states.pop()
             if state.is_player_node():
                 row = rows[np.array(state.information_state_tensor(), np.float32).tobytes()]
-                names[row] = state.information_state_string()
+                examples.setdefault(row, state)
             states += [state.child(action) for action in state.legal_actions()]
-        assert all(names)
-        return names
+        return [examples[row] for row in range(len(rows))]
+
+    @cached_property
+    def info_states(self) -> list[str]:
+        """OpenSpiel's names of the tree's information states."""
+        return [state.information_state_string() for state in self.example_states]
 
     def spiel_policy(self, policy: np.ndarray) -> Any:
         """Returns a policy [I, A] of the tree as OpenSpiel's."""
@@ -303,6 +313,7 @@ def train_nets(algorithm: Mapping[str, Any], net: Mapping[str, Any], game: Game,
         "policies": {seat: {"type": "net", **net} for seat in ("player_0", "player_1")},
         "algorithm": algorithm,
         "env_steps": 1_000_000_000,
+        "log_every": 20_000,
         "seed": seed,
     }
     with tempfile.TemporaryDirectory() as root:
@@ -329,21 +340,57 @@ PALESTRA_NETS = {  # the settings of the configs leduc_nfsp and kuhn_ppo; networ
 }
 
 
+# ---- responses by search
+
+
+def search_responses(game: Game, seed: int) -> list[dict[str, float]]:
+    """Returns what OpenSpiel's information-set tree search gains against the mixtures of exact PSRO after some
+    iterations, summed over both players, beside what an exact best response gains.
+
+    The search does not know the mixture: it assumes that both players search. So its play, the action with most visits
+    of a search in every information state, is one policy against all mixtures.
+    """
+    rollouts = pyspiel.RandomRolloutEvaluator(1, seed)
+    final = pyspiel.ISMCTSFinalPolicyType.MAX_VISIT_COUNT
+    searcher = pyspiel.ISMCTSBot(seed, rollouts, UCT_C, SIMULATIONS, -1, final)
+    start = time.process_time()
+    found = np.zeros(game.tree.action_mask.shape)
+    for row, state in zip(found, game.example_states, strict=True):
+        for action, probability in searcher.get_policy(state):
+            row[action] = probability
+    spent = time.process_time() - start
+    points = []
+    for stage, mixture in stages_of(game.tree, MIXTURES).items():
+        values = [expected_returns(game.tree, with_player(game.tree, seat, found, mixture))[seat] for seat in (0, 1)]
+        exact = best_response_values(game.tree, mixture)
+        points.append({"cpu_s": spent, "stage": stage, "gain": float(sum(values)), "exact_gain": float(exact.sum())})
+    return points
+
+
+def with_player(tree: GameTree, player: int, policy: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Returns the policy [I, A] with a player's rows of `policy` and the others' rows of `others`."""
+    joined = others.copy()
+    joined[tree.player_rows(player)] = policy[tree.player_rows(player)]
+    return joined
+
+
+LEDUC_ONLY = ("CFR", "fictitious play", "PSRO", "OpenSpiel, MMD")  # slower than CFR+ there, or too large in liar's dice
+
 # ---- rows
 
 
 def row_names() -> list[str]:
-    """Returns the names of all rows: game/solver, and the seed of those that are random."""
+    """Returns the names of all rows: game/solver, and the seed (0 for those that are not random)."""
     names = []
     for game in ("leduc_poker", "liars_dice"):
         for solver, (_, is_random) in SOLVERS.items():
-            if solver != "OpenSpiel, MMD" or game == "leduc_poker":
+            if game == "leduc_poker" or solver not in LEDUC_ONLY:
                 names += [f"{game}/{solver}/{seed}" for seed in (SEEDS if is_random else [0])]
-    names += [f"liars_dice_7/OpenSpiel, external sampling/{seed}" for seed in SEEDS]
     names.append("liars_dice_7/CFR+/0")
+    names += [f"liars_dice_7/OpenSpiel, external sampling/{seed}" for seed in SEEDS]
     for seed in SEEDS:
         names += [f"leduc_poker/{solver}/{seed}" for solver in (*PALESTRA_NETS, *SPIEL_NETS)]
-    return names
+    return [*names, *(f"leduc_poker/{SEARCH}/{seed}" for seed in SEEDS)]
 
 
 def measure(name: str) -> list[dict[str, float]]:
@@ -351,6 +398,8 @@ def measure(name: str) -> list[dict[str, float]]:
     torch.set_num_threads(1)
     game_name, solver, seed = name.split("/")
     game = GAMES[game_name]
+    if solver == SEARCH:
+        return search_responses(game, int(seed))
     if solver in PALESTRA_NETS:
         return PALESTRA_NETS[solver](game, int(seed))
     if solver in SPIEL_NETS:
@@ -386,20 +435,33 @@ def _shown(values: Sequence[float]) -> str:
     return f"{np.mean(values):.3g} ({min(values):.3g} to {max(values):.3g})"
 
 
+def show_responses(rows: Sequence[list[dict[str, float]]]) -> None:
+    """Prints what searches gain, a row for each mixture."""
+    table = Table("gain over the mixture of exact PSRO", "exact response", SEARCH, "CPU s", title_justify="left")
+    for points in zip(*rows, strict=True):
+        gains = _shown([point["gain"] for point in points])
+        seconds = np.mean([point["cpu_s"] for point in points])
+        first = points[0]
+        table.add_row(f"after {first['stage']:g} iterations", f"{first['exact_gain']:.3g}", gains, f"{seconds:.0f}")
+    console.print(table)
+
+
 def figures(quick: bool = False) -> dict[str, float]:
     """All figures; prints the tables. A figure is the exploitability of CFR+, or the lowest of OpenSpiel's solvers,
-    after the last seconds of tabular solvers."""
+    at the end of their rows."""
     names = row_names()
     if quick:
         names = [name for name in names if name.startswith(("leduc_poker/CFR+", "leduc_poker/OpenSpiel, external"))]
     points = {name: kept(f"solvers/{name}", partial(measure, name)) for name in names}
-    games = dict.fromkeys(name.split("/")[0] for name in names)
+    searches = [points.pop(name) for name in names if SEARCH in name]
     found: dict[str, float] = {}
-    for game in games:
+    for game in dict.fromkeys(name.split("/")[0] for name in points):
         show(points, game)
         last = {name: row[-1]["exploitability"] for name, row in points.items() if name.startswith(f"{game}/")}
         found[f"{game}_cfr_plus"] = last[f"{game}/CFR+/0"]
         found[f"{game}_best_of_openspiel"] = min(gap for name, gap in last.items() if "OpenSpiel" in name)
+    if searches:
+        show_responses(searches)
     return found
 
 
