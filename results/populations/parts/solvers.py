@@ -48,8 +48,8 @@ from results.populations.parts.learned import stages_of
 
 TARGETS: dict[str, float] = {}
 MAX_NODES = 2_000_000  # liar's dice with seven faces has 1.6 million nodes, too many for the exact solvers by default
-TABULAR_SECONDS = {"leduc_poker": (1, 10), "liars_dice": (20,), "liars_dice_7": (30,)}
-NET_SECONDS = 40
+TABULAR_SECONDS = {"leduc_poker": (1, 10), "liars_dice": (10,), "liars_dice_7": (20,)}
+NET_SECONDS = 30
 SEEDS = range(3)
 SIMULATIONS = 1000  # of a search
 UCT_C = 20.0  # exploration of a search: the largest difference of returns is 26
