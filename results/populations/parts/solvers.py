@@ -51,7 +51,7 @@ MAX_NODES = 2_000_000  # liar's dice with seven faces has 1.6 million nodes, too
 TABULAR_SECONDS = {"leduc_poker": (1, 10), "liars_dice": (10,), "liars_dice_7": (20,)}
 NET_SECONDS = 30
 SEEDS = range(3)
-SIMULATIONS = 1000  # of a search
+SIMULATIONS = 10_000  # of a search
 UCT_C = 20.0  # exploration of a search: the largest difference of returns is 26
 SEARCH = "OpenSpiel, ISMCTS"
 MIXTURES = (10, 40)  # iterations of exact PSRO
@@ -374,7 +374,13 @@ def with_player(tree: GameTree, player: int, policy: np.ndarray, others: np.ndar
     return joined
 
 
-LEDUC_ONLY = ("CFR", "fictitious play", "PSRO", "OpenSpiel, MMD")  # slower than CFR+ there, or too large in liar's dice
+LEDUC_ONLY = (
+    "CFR",
+    "XDO",
+    "fictitious play",
+    "PSRO",
+    "OpenSpiel, MMD",
+)  # slower than CFR+ there, or too large in liar's dice
 
 # ---- rows
 
