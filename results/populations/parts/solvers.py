@@ -39,6 +39,7 @@ from palestra.populations.plans.solvers import Nash
 from palestra.populations.tabular.best_response import best_response_values
 from palestra.populations.tabular.cfr import CFRSolver
 from palestra.populations.tabular.game_tree import GameTree, build_game_tree, expected_returns
+from palestra.runs.loop import Callback
 from palestra.vector.build.build import policy_by_seat
 from palestra.vector.build.envs import make_vector_env
 from palestra.vector.config import VectorConfig
@@ -288,7 +289,7 @@ def timed_steps(steps: Steps) -> Iterator[tuple[float, Callable[[], Any]]]:
 # ---- palestra's networks
 
 
-class StopsAfter(pl.Callback):
+class StopsAfter(Callback):
     """Ends a run after so many CPU seconds, counted from its first step."""
 
     def __init__(self, seconds: float) -> None:
