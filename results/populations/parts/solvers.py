@@ -383,6 +383,8 @@ LEDUC_ONLY = (
     "OpenSpiel, MMD",
 )  # slower than CFR+ there, or too large in liar's dice
 
+NET_SEEDS = {"NFSP": 1, "PPO, self-play": 2, "OpenSpiel, deep CFR": 2, "OpenSpiel, ESCHER": 1}
+
 # ---- rows
 
 
@@ -395,8 +397,8 @@ def row_names() -> list[str]:
                 names += [f"{game}/{solver}/{seed}" for seed in (SEEDS if is_random else [0])]
     names.append("liars_dice_7/CFR+/0")
     names += [f"liars_dice_7/OpenSpiel, external sampling/{seed}" for seed in SEEDS]
-    for seed in SEEDS:
-        names += [f"leduc_poker/{solver}/{seed}" for solver in (*PALESTRA_NETS, *SPIEL_NETS)]
+    for solver, seeds in NET_SEEDS.items():
+        names += [f"leduc_poker/{solver}/{seed}" for seed in range(seeds)]
     return [*names, *(f"leduc_poker/{SEARCH}/{seed}" for seed in SEEDS)]
 
 
@@ -421,8 +423,8 @@ def seconds_of(name: str) -> Sequence[int]:
 
 
 def show(points: Mapping[str, list[dict[str, float]]], game: str) -> None:
-    """Prints the table of a game: the mean exploitability at each number of seconds, and the least and largest of
-    several seeds."""
+    """Prints the table of a game: the exploitability at each number of seconds, of several seeds the mean, the least
+    and the largest."""
     marks = sorted({*TABULAR_SECONDS[game], NET_SECONDS})
     table = Table(f"{game}: exploitability after", *(f"{mark} s" for mark in marks), title_justify="left")
     solvers = dict.fromkeys(name.split("/")[1] for name in points if name.split("/")[0] == game)
