@@ -425,16 +425,16 @@ def seconds_of(name: str) -> Sequence[int]:
 def show(points: Mapping[str, list[dict[str, float]]], game: str) -> None:
     """Prints the table of a game: the exploitability at each number of seconds, of several seeds the mean, the least
     and the largest."""
-    marks = sorted({*TABULAR_SECONDS[game], NET_SECONDS})
+    found: dict[str, dict[int, list[float]]] = {}
+    for name, row in points.items():
+        if name.startswith(f"{game}/"):
+            by_mark = found.setdefault(name.split("/")[1], {})
+            for mark, point in zip(seconds_of(name), row, strict=True):
+                by_mark.setdefault(mark, []).append(point["exploitability"])
+    marks = sorted({mark for by_mark in found.values() for mark in by_mark})
     table = Table(f"{game}: exploitability after", *(f"{mark} s" for mark in marks), title_justify="left")
-    solvers = dict.fromkeys(name.split("/")[1] for name in points if name.split("/")[0] == game)
-    for solver in solvers:
-        found: dict[int, list[float]] = {}
-        for name, row in points.items():
-            if name.rpartition("/")[0] == f"{game}/{solver}":
-                for mark, point in zip(seconds_of(name), row, strict=True):
-                    found.setdefault(mark, []).append(point["exploitability"])
-        table.add_row(solver, *(_shown(found.get(mark, [])) for mark in marks))
+    for solver, by_mark in found.items():
+        table.add_row(solver, *(_shown(by_mark.get(mark, [])) for mark in marks))
     console.print(table)
 
 
