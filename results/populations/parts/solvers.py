@@ -4,9 +4,9 @@
 
 Every policy is a table by OpenSpiel's information states, and its exploitability is OpenSpiel's own. Seconds are CPU
 seconds of one core from nothing to the policy: enumeration of the game counts, measuring does not, and neither does
-what a solver does after its last second to give its policy (deep CFR and ESCHER then fit their average policy). Runs of
-palestra's networks count from their first step, since compilers run before it. Solvers of OpenSpiel have the settings
-of its examples. Deep CFR and ESCHER also need dm-tree (`pip install dm-tree`).
+what a solver does after its last second to give its policy (deep CFR and ESCHER then fit their average policy).
+palestra's networks count from their first logged step, since compilers run before it. OpenSpiel's solvers have the
+settings of its examples. Deep CFR and ESCHER also need dm-tree (`pip install dm-tree`).
 
 R-NaD is not in OpenSpiel 2.0.2. Its MMD holds a matrix of all pairs of sequences, which in liar's dice has 600 million
 entries.
