@@ -37,6 +37,7 @@ PARTS = {
     "scheduling": "what handing out a task costs, and Ray with two workers beside one",
     "text": "language agents in Kuhn poker in words",
     "league": "a league and self-play in a game with a cycle",
+    "solvers": "solvers of OpenSpiel beside palestra's, at equal CPU time",
 }
 console = Console(width=120, record=True)
 
