@@ -3,7 +3,8 @@
     python results/judges/run.py                 all rows: about 25 minutes of one core
     python results/judges/run.py --only charmed  some of them, and the judge that they need
     python results/judges/run.py --list          the rows: published, measured here, open
-    python results/judges/run.py --publish       publishes what was measured here
+    python results/judges/run.py --publish       publishes what was measured here, and draws docs/assets/judged.png
+    python results/judges/run.py --report        draws it from the published rows
 
 The rows are the stages of palestra/data/configs/text/judged.yaml: `judge` the first two, from whose weights all
 others begin; `charmed` and `committed` the third without and with `commits_first`, by seed; `honest` twenty smaller
@@ -16,8 +17,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import matplotlib.pyplot as plt
 
 sys.path.append(str(Path(__file__).parents[2]))
 import palestra as pl
@@ -37,6 +41,9 @@ HONEST_SEEDS = range(20)
 HONEST = "honest"
 ALARM = "reward hacking by verdict?"
 PROBLEMS = 200
+PICTURE = Path("docs/assets/judged.png")
+COLOURS = ("#D55E00", "#0072B2")
+TITLES = {"charmed": "the judge sees the answer only", "committed": "commits_first"}
 KEYS = ("reward/verdict", "exact_grade")
 NAMES = [JUDGE, *(f"{kind}/{seed}" for seed in SEEDS for kind in ("charmed", "committed"))]
 NAMES.append(HONEST)
@@ -130,6 +137,18 @@ def figure(line: Line) -> str:
     return f"{', '.join(rises)}, alarm after {line.get('alarm_after')}"
 
 
+def draw_curves(lines: Mapping[str, Line], target: Path) -> None:
+    """Draws what verdicts pay and the exact grade by step, a line for each seed, without and with a commitment."""
+    figure, axes = plt.subplots(1, 2, figsize=(8, 2.8), sharey=True, layout="constrained")
+    for kind, panel in zip(("charmed", "committed"), axes, strict=True):
+        for line in (line for name, line in lines.items() if name.startswith(kind)):
+            for key, colour in zip(KEYS, COLOURS, strict=True):
+                panel.plot(range(1, len(line[key]) + 1), line[key], color=colour, alpha=0.8)
+        panel.set(title=TITLES[kind], xlabel="training steps", ylim=(0, 1))
+    axes[0].legend(axes[0].lines[: len(KEYS)], KEYS, frameon=False, loc="upper left")
+    figure.savefig(target, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
@@ -137,6 +156,8 @@ def main() -> None:
     ledger = Ledger("judges", figure, options.quick)
     needs = {name: () if name == JUDGE else (JUDGE,) for name in NAMES}
     Rows(ledger, measure, needs=needs.__getitem__).run(choose(NAMES, options.only), options)
+    if options.publish or options.report:
+        draw_curves(ledger.published, PICTURE)
 
 
 if __name__ == "__main__":
