@@ -6,11 +6,11 @@
     python results/judges/run.py --publish       publishes what was measured here, and draws docs/assets/judged.png
     python results/judges/run.py --report        draws it from the published rows
 
-The rows are the stages of palestra/data/configs/text/judged.yaml: `judge` the first two, from whose weights all
-others begin; `charmed` and `committed` the third without and with `commits_first`, by seed; `honest` twenty smaller
-runs with a judge that is not deceived, by turns the expert and the trained judge that commits. A row has the metrics
-by step, the step after which the alarm is raised first, and what the judge passed in 200 problems of split test. Of
-`charmed` the same answers are also judged with `commits_first`.
+The rows are the stages of palestra/data/configs/text/judged.yaml as runs of their own, each from the weights of the one
+before: `judge` the first two, `praised` the third, from which the others begin; `charmed` and `committed` the fourth
+without and with `commits_first`, by seed; `honest` twenty smaller runs with a judge that is not deceived, by turns
+the expert and the trained judge that commits. A row has the metrics by step, the step after which the alarm is raised
+first, and what the judge passed in 200 problems of split test, as in training and with `commits_first`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from results.ledger import Ledger, Line, Rows, add_options, choose
 CONFIG = Path("palestra/data/configs/text/judged.yaml")
 ROOT = Path("runs/judges")
 JUDGE = "judge/0"
+PRAISED = "praised/0"
 SEEDS = (0, 1, 2)
 HONEST_SEEDS = range(20)
 HONEST = "honest"
@@ -45,23 +46,26 @@ PICTURE = Path("docs/assets/judged.png")
 COLOURS = ("#D55E00", "#0072B2")
 TITLES = {"charmed": "the judge sees the answer only", "committed": "commits_first"}
 KEYS = ("reward/verdict", "exact_grade")
-NAMES = [JUDGE, *(f"{kind}/{seed}" for seed in SEEDS for kind in ("charmed", "committed"))]
+NAMES = [JUDGE, PRAISED, *(f"{kind}/{seed}" for seed in SEEDS for kind in ("charmed", "committed"))]
 NAMES.append(HONEST)
 HONEST_SETTINGS = {"steps": 12, "episodes": 8}
 
 
 def row_config(name: str) -> dict[str, Any]:
-    """Returns the config of a row: the first two stages of the shipped one, or the third, from their weights."""
+    """Returns the config of a row: the first two stages of the shipped one, or a later one from earlier weights."""
     kind, seed = name.split("/")
     tree: dict[str, Any] = override(load(CONFIG), [f"seed={seed}", f"name={name.replace('/', '-')}"])
-    *before, last = tree.pop("stages")
+    *before, praise, last = tree.pop("stages")
     if kind == "judge":
         return tree | {"stages": before, "evals": {}}
-    weights = sorted((ROOT / "judge-0/checkpoints").iterdir())[-1]
     policies = tree["policies"]
-    policies["reasoner"] |= last["policies"]["reasoner"] | {"path": str(weights / "reasoner")}
-    judge = {key: policies["judge"][key] for key in ("base", "sampling")}
-    policies["judge"] = {"type": "frozen", "path": str(weights / "judge"), **judge}  # as with a rate of 0
+    if kind == "praised":
+        set_weights(policies, JUDGE)
+        return tree | {"stages": [praise], "evals": {}}
+    set_weights(policies, PRAISED)
+    policies["reasoner"] |= last["policies"]["reasoner"]
+    judge = {key: policies["judge"][key] for key in ("base", "sampling", "path")}
+    policies["judge"] = {"type": "frozen", **judge}  # as with a rate of 0
     is_expert = kind == HONEST and int(seed) % 2 == 0
     if is_expert:
         tree["seats"] = {"reasoner": "reasoner", "judge": "expert"}
@@ -70,13 +74,22 @@ def row_config(name: str) -> dict[str, Any]:
     return tree | HONEST_SETTINGS if kind == HONEST else tree
 
 
+def set_weights(policies: dict[str, Any], row: str) -> None:
+    """Lets reasoner and judge begin from the weights at the end of a row."""
+    weights = sorted((ROOT / row.replace("/", "-") / "checkpoints").iterdir())[-1]
+    for name in ("reasoner", "judge"):
+        policies[name]["path"] = str(weights / name)
+
+
 def measure(name: str) -> dict[str, Any]:
     """Trains a row; returns its curves, the step of its alarm and what the judge passed."""
     if name == HONEST:
         return {"runs": [train(f"{HONEST}/{seed}") for seed in HONEST_SEEDS]}
     line = train(name)
+    if name == JUDGE:
+        return line
     run = ROOT / name.replace("/", "-")
-    line["passed"] = judged(run, {})
+    line["passed"] = judged(run, {"commits_first": name.startswith("committed")})
     if not name.startswith("committed"):
         line["passed_if_committed"] = judged(run, {"commits_first": True})
     return line
@@ -154,7 +167,7 @@ def main() -> None:
     add_options(parser)
     options = parser.parse_args()
     ledger = Ledger("judges", figure, options.quick)
-    needs = {name: () if name == JUDGE else (JUDGE,) for name in NAMES}
+    needs = {name: (PRAISED,) for name in NAMES} | {JUDGE: (), PRAISED: (JUDGE,)}
     Rows(ledger, measure, needs=needs.__getitem__).run(choose(NAMES, options.only), options)
     if options.publish or options.report:
         draw_curves(ledger.published, PICTURE)
