@@ -48,7 +48,7 @@ TITLES = {"charmed": "the judge sees the answer only", "committed": "commits_fir
 KEYS = ("reward/verdict", "exact_grade")
 NAMES = [JUDGE, PRAISED, *(f"{kind}/{seed}" for seed in SEEDS for kind in ("charmed", "committed"))]
 NAMES.append(HONEST)
-HONEST_SETTINGS = {"steps": 12, "episodes": 8}
+HONEST_SETTINGS = {"steps": 10, "episodes": 4}
 
 
 def row_config(name: str) -> dict[str, Any]:
