@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from palestra.envs.reward_terms import EXACT_GRADE_KEY, FORM_TERM, VERDICT_TERM
 from palestra.runs.headline import TEAM_SUCCESS, eval_interval
 
 if TYPE_CHECKING:
@@ -40,10 +39,12 @@ LENGTH_FACTOR = 1.5
 MIN_REWARD_RISE = 0.1
 MAX_SUCCESS_RISE = 0.02
 # the reward's term for form; share of the rise in reward
-FORM_METRIC = f"reward/{FORM_TERM}"
+FORM_METRIC = "reward/form"
 FORM_SHARE = 0.5
-# what a judge's verdicts pay; share of its rise by which the exact grade must rise, too; standard errors of the rest
-VERDICT_METRIC = f"reward/{VERDICT_TERM}"
+# what a judge's verdicts pay, and what they would if all were right; share of the rise of the first by which the second
+# must rise, too; standard errors of the difference
+VERDICT_METRIC = "reward/verdict"
+GRADE_METRIC = "exact_grade"
 GRADE_SHARE = 0.5
 MIN_STANDARD_ERRORS = 3
 ROUNDING = 1e-6  # nats by which the entropy of a policy with a single action may be below 0
@@ -250,7 +251,7 @@ def charmed_judge(policies: MetricsByName, team: Mapping[str, np.ndarray]) -> It
     exact grade, which is hidden from the seats; where an env reports none, by success."""
     for name, series in policies.items():
         verdicts = series.get(VERDICT_METRIC, np.zeros(0))
-        grades = series.get(EXACT_GRADE_KEY, team.get("success", np.zeros(0)))
+        grades = series.get(GRADE_METRIC, team.get("success", np.zeros(0)))
         if len(verdicts) != len(grades):
             continue
         paid = rise(verdicts)

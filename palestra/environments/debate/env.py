@@ -137,8 +137,12 @@ class Debate(Env):
 
     def _first_step(self, invalid: dict[Seat, bool]) -> Step:
         """Returns a step before anything is said."""
-        legal = {"judge": [self._verdict_text(side) for side in SIDES]} if "judge" in self._acting() else None
-        info = {"round": 1, "invalid": invalid} if invalid else {"round": 1}
+        legal = None
+        if self._commits_next():
+            legal = {"judge": [self._verdict_text(side) for side in SIDES]}
+        info: dict[str, Any] = {"round": 1}
+        if invalid:
+            info["invalid"] = invalid
         return Step(self._observations(), legal_actions=legal, info=info)
 
     def step(self, actions: dict[Seat, Any]) -> Step:
@@ -265,7 +269,9 @@ class Debate(Env):
     def _end_by_judge(self, answer: Any) -> Step:
         """Ends the episode with the judge seat's verdict; an unreadable verdict is a draw."""
         verdict = read_verdict(answer)
-        winner = None if self.commits_first and verdict != self.committed else verdict
+        winner = verdict
+        if self.commits_first and verdict != self.committed:
+            winner = None
         scores: dict[Side, float] = dict.fromkeys(SIDES, 0.5)
         if winner:
             scores = {side: float(side == winner) for side in SIDES}

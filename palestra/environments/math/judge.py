@@ -63,7 +63,9 @@ class MathJudge(Env):
         rendering: Rendering = "full",
     ) -> None:
         check_range("shots", shots, 0, MAX_SHOTS)
-        self.turns: tuple[Seat, ...] = ("judge", *self.seats) if commits_first else self.seats
+        self.turns: tuple[Seat, ...] = self.seats
+        if commits_first:
+            self.turns = ("judge", *self.seats)
         self.is_compact = rendering == "compact"
         self.roles = role_prompts(commits_first, self.is_compact)
         kinds = ["sum"] if kinds is None else kinds
@@ -88,29 +90,33 @@ class MathJudge(Env):
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
         """Returns the calculation and its right result; for the judge's verdict the right one."""
-        if self._is_verdict():
-            return VERDICTS[0] if _agree(last_number(self.replies[-1]), self.problem.answer) else VERDICTS[1]
-        return worked_answer(self.problem, self.problem.answer)
+        right = self.problem.answer
+        if not self._is_verdict():
+            return worked_answer(self.problem, right)
+        return VERDICTS[not _agree(last_number(self.replies[-1]), right)]
 
     def _next(self) -> Seat | None:
-        return self.turns[len(self.replies)] if len(self.replies) < len(self.turns) else None
+        return next(iter(self.turns[len(self.replies) :]), None)
 
     def _is_verdict(self) -> bool:
         return len(self.replies) == len(self.turns) - 1
 
     def _observations(self) -> dict[Seat, Any]:
         seat = self.turns[len(self.replies)]
-        asked = self._question(self.problem, self.replies[-1] if self._is_verdict() else None)
+        asked = self._question(self.problem)
+        if self._is_verdict():
+            asked = self._verdict_question(self.problem, self.replies[-1])
         return {seat: ask_with_examples(self.roles[seat], self.examples[seat], asked)}
 
-    def _question(self, problem: Problem, reply: str | None) -> str:
-        """Returns the text of a problem; with a reply the text that asks for a verdict on it, and shows the end of it,
-        where the answer is."""
-        question = problem.short_question if self.is_compact else problem.question
-        if reply is None:
-            return question
+    def _question(self, problem: Problem) -> str:
+        return problem.short_question if self.is_compact else problem.question
+
+    def _verdict_question(self, problem: Problem, reply: str) -> str:
+        """Returns the text that asks for a verdict on a reply, of which it shows the end, where the answer is."""
         quote = " ".join(reply.split())[-MAX_QUOTE_CHARS:]
-        return f"{question} said {quote}" if self.is_compact else VERDICT_QUESTION.format(question, quote)
+        if self.is_compact:
+            return f"{problem.short_question} said {quote}"
+        return VERDICT_QUESTION.format(problem.question, quote)
 
     def _example_turns(self, seat: Seat, problems: Sequence[Problem]) -> list[dict[str, str]]:
         """Returns problems with right replies as turns of a conversation; every second proposal to a judge is wrong."""
@@ -118,10 +124,12 @@ class MathJudge(Env):
         for number, problem in enumerate(problems):
             right = worked_answer(problem, problem.answer)
             if seat in self.turns[:-1]:
-                exchanges.append((self._question(problem, None), right))
+                exchanges.append((self._question(problem), right))
             if seat == "judge":
-                proposal = worked_answer(problem, wrong_result(problem, number)) if number % 2 else right
-                exchanges.append((self._question(problem, proposal), VERDICTS[number % 2]))
+                proposal = right
+                if number % 2:
+                    proposal = worked_answer(problem, wrong_result(problem, number))
+                exchanges.append((self._verdict_question(problem, proposal), VERDICTS[number % 2]))
         turns = []
         for asked, reply in exchanges:
             turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": reply}]
@@ -130,7 +138,7 @@ class MathJudge(Env):
     def _end(self) -> Step:
         *before, reply, verdict = self.replies
         answer = last_number(reply)
-        committed = last_number(before[0]) if before else None
+        committed = last_number("".join(before))
         choice = read_choice(verdict, VERDICTS)
         is_passed = choice == "yes" and (not before or _agree(answer, committed))
         is_right = _agree(answer, self.problem.answer)
@@ -157,5 +165,7 @@ def role_prompts(commits_first: bool, is_compact: bool) -> dict[Seat, str]:
     """Returns the system message of each seat."""
     if is_compact:
         return {"reasoner": "math reasoner", "judge": "math judge"}
-    judge = f"{JUDGE_ROLE} {COMMIT_ROLE}" if commits_first else JUDGE_ROLE
+    judge = JUDGE_ROLE
+    if commits_first:
+        judge += f" {COMMIT_ROLE}"
     return {"reasoner": REVIEW_ROLES["reasoner"], "judge": judge}
