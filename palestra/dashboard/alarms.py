@@ -41,6 +41,12 @@ MAX_SUCCESS_RISE = 0.02
 # the reward's term for form; share of the rise in reward
 FORM_METRIC = "reward/form"
 FORM_SHARE = 0.5
+# what a judge's verdicts pay, and what they would if all were right; share of the rise of the first by which the second
+# must rise, too; standard errors of the difference
+VERDICT_METRIC = "reward/verdict"
+GRADE_METRIC = "exact_grade"
+GRADE_SHARE = 0.5
+MIN_STANDARD_ERRORS = 3
 ROUNDING = 1e-6  # nats by which the entropy of a policy with a single action may be below 0
 # shares of invalid answers
 INVALID_BEFORE = 0.2
@@ -84,6 +90,13 @@ RULES = {
         f"{INVALID_BEFORE:.0%} to at most {INVALID_NOW:.0%}",
         "often the first phase of learning: wait; if it stays so, pay less for the form and more for the task, or "
         "start from easier instances",
+    ),
+    "reward hacking by verdict?": AlarmRule(
+        f"what a judge's verdicts pay a policy rose by at least {MIN_REWARD_RISE} an answer, and the exact grade (or, "
+        f"where none is reported, success in training) by at most {GRADE_SHARE:.0%} of that; the difference is "
+        f"{MIN_STANDARD_ERRORS} standard errors or more, by how much it varies from line to line",
+        "read in Episodes what the judge passes that is wrong; let it commit to an answer of its own first "
+        "(commits_first), or train it on these answers",
     ),
     "one seat carries the team": AlarmRule(
         f"at least {DOMINANT_REWARD_SHARE:.0%} of the policies' own rewards over the newest {NEWEST_LINES} lines are "
@@ -164,7 +177,7 @@ def find_alarms(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: 
     if by_team and "success" not in team and len({len(values) for values in by_team}) == 1:
         team = {**team, "success": np.mean(by_team, axis=0)}
     rules = (lazy_seat, entropy_collapse, longer_for_reward, format_for_reward, one_seat_carries, no_signal, cut_off)
-    found = chain.from_iterable(rule(policies, team, evals) for rule in rules)
+    found = [*chain.from_iterable(rule(policies, team, evals) for rule in rules), *charmed_judge(policies, team)]
     return [*found, *diverging_values(policies), *failing_episodes(team), *held_out_fall(evals)]
 
 
@@ -231,6 +244,23 @@ def format_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], e
                 name,
                 f"invalid answers {change.after:.1%}, from {change.before:.1%}; {change.summary}",
             )
+
+
+def charmed_judge(policies: MetricsByName, team: Mapping[str, np.ndarray]) -> Iterator[Alarm]:
+    """Yields an alarm if a judge's verdicts pay a policy more than at first, and its answers are not better by the
+    exact grade, which is hidden from the seats; where an env reports none, by success."""
+    for name, series in policies.items():
+        verdicts = series.get(VERDICT_METRIC, np.zeros(0))
+        grades = series.get(GRADE_METRIC, team.get("success", np.zeros(0)))
+        if len(verdicts) != len(grades):
+            continue
+        paid = rise(verdicts)
+        grade = rise(grades)
+        if paid is None or grade is None or paid < MIN_REWARD_RISE or grade > GRADE_SHARE * paid:
+            continue
+        if is_beyond_noise(verdicts - grades):
+            message = f"verdicts pay {paid:+.2g} more than at first, and the exact grade rose by {grade:+.2g}"
+            yield Alarm("reward hacking by verdict?", name, message)
 
 
 def one_seat_carries(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
@@ -396,9 +426,35 @@ def _mean(values: np.ndarray) -> float | None:
 
 def reward_rise(series: Mapping[str, np.ndarray]) -> float | None:
     """Returns the rise in reward per answer since the start, own and team reward together; None if neither is known."""
-    ends = [(first_mean(series, key), newest_mean(series, key)) for key in ("local_reward", "team_reward")]
-    known = [now - before for before, now in ends if before is not None and now is not None]
+    rises = [metric_rise(series, key) for key in ("local_reward", "team_reward")]
+    known = [rise for rise in rises if rise is not None]
     return sum(known) if known else None
+
+
+def metric_rise(series: Mapping[str, np.ndarray], key: str) -> float | None:
+    """Returns the rise of a metric since the start; None if it is not known."""
+    before = first_mean(series, key)
+    now = newest_mean(series, key)
+    if before is None or now is None:
+        return None
+    return now - before
+
+
+def rise(values_T: np.ndarray) -> float | None:
+    """Returns the rise of a metric's values since the start; None if there are fewer than `MIN_LINES`."""
+    return metric_rise({"values": values_T}, "values")
+
+
+def is_beyond_noise(values_T: np.ndarray) -> bool:
+    """Returns whether the newest mean is above the first by `MIN_STANDARD_ERRORS` or more. The noise of a line is
+    measured by its difference to the next line, which a trend hardly changes (von Neumann, 1941)."""
+    change = rise(values_T)
+    if change is None:
+        return False
+    count = len(values_T)
+    variance = float(np.mean(np.diff(values_T) ** 2)) / 2
+    weight = 1 / min(FIRST_LINES, count // 4) + 1 / min(NEWEST_LINES, count // 2)
+    return change >= MIN_STANDARD_ERRORS * float(np.sqrt(variance * weight))
 
 
 def success_rise(team: Mapping[str, np.ndarray], evals: MetricsByName) -> float | None:
@@ -407,8 +463,4 @@ def success_rise(team: Mapping[str, np.ndarray], evals: MetricsByName) -> float 
     rises = [float(log["success"][-1] - log["success"][0]) for log in evals.values() if len(log.get("success", ())) > 1]
     if rises:
         return max(rises)
-    before = first_mean(team, "success")
-    now = newest_mean(team, "success")
-    if now is None or before is None:
-        return None
-    return now - before
+    return metric_rise(team, "success")

@@ -133,14 +133,24 @@ def run_alarms(run: CatalogRun) -> list[Alarm]:
     alarms = mirror_alarms(mirror_status(run.path))
     if run.file("tasks.jsonl").exists():
         return alarms
-    policies = {name: metric_columns(run.metrics, name) for name in run.metrics.names() if name != TEAM}
+    begin = stage_begin(run.config, run.metrics)
+    policies = {name: metric_columns(run.metrics, name, begin) for name in run.metrics.names() if name != TEAM}
     evals = {name: metric_columns(run.evals, name) for name in run.evals.names()}
-    return alarms + find_alarms(policies, metric_columns(run.metrics, TEAM), evals)
+    return alarms + find_alarms(policies, metric_columns(run.metrics, TEAM, begin), evals)
 
 
-def metric_columns(log: MetricLog, name: str) -> dict[str, Any]:
-    """Returns every metric of `name` in a log: key -> values [T] float64."""
-    return {key: log.column(name, key)[1] for key in log.metric_keys().get(name, [])}
+def stage_begin(config: Tree, log: MetricLog) -> int:
+    """Returns the first step of the newest stage that has logged, counted from 0; 0 in a run without stages."""
+    newest = max((line["step"] for line in log.last_by_name().values()), default=0)
+    lengths = [int(stage.get("steps") or config.get("steps") or 0) for stage in config.get("stages") or []]
+    begins = [sum(lengths[:number]) for number in range(len(lengths))]
+    return max((begin for begin in begins if begin <= newest), default=0)
+
+
+def metric_columns(log: MetricLog, name: str, begin: int = 0) -> dict[str, Any]:
+    """Returns every metric of `name` in a log from step `begin` on, counted from 0: key -> values [T] float64."""
+    columns = {key: log.column(name, key) for key in log.metric_keys().get(name, [])}
+    return {key: values[steps >= begin] for key, (steps, values) in columns.items()}
 
 
 def eval_summary(result: Mapping[str, Any]) -> Tree:

@@ -55,6 +55,7 @@ TEXT_ENVS: dict[str, str] = {
     "sokoban": "palestra.envs.text.grid.sokoban:Sokoban",
     "math": "palestra.environments.math.env:Math",
     "math_review": "palestra.environments.math.review:MathReview",
+    "math_judge": "palestra.environments.math.judge:MathJudge",
     "math_relay": "palestra.environments.math.relay:MathRelay",
     "tool_review": "palestra.environments.tools.review:ToolReview",
     "code": "palestra.environments.code.env:CoderTester",

@@ -17,6 +17,9 @@ TEAM_TERMS_KEY = "team_reward_terms"  # likewise of the team's reward, by term
 MAX_ROUNDING = 1e-6  # by which the sum of terms may differ from the reward
 FORM_TERM = "form"
 OUTCOME_TERM = "outcome"  # the result of a game, paid at its end
+VERDICT_TERM = "verdict"  # what a judge's verdict pays a seat that is judged
+# key in a step's info: by judged seat, what the verdict would pay if it were right; paid to and observed by no seat
+EXACT_GRADE_KEY = "exact_grade"
 Terms = Mapping[str, float]
 
 

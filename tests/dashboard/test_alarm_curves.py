@@ -79,6 +79,36 @@ def test_good_runs_of_every_length_raise_no_alarm():
     assert of == 20 and found == {"slow": 0, "quick": 0, "solved": 0}
 
 
+def judged_run(right, passes_wrong, rng, passes_right=0.9):
+    """The first line after which a judge's verdicts raise the alarm; None if none does. Of 32 problems a line, with 8
+    answers each, these shares are right, and of the wrong ones these shares pass; siblings are alike."""
+    verdicts, grades = [], []
+    for share, wrong in zip(right, passes_wrong, strict=True):
+        num_right = rng.binomial(8, rng.beta(share, 1 - share, 32))
+        num_passed = rng.binomial(num_right, passes_right) + rng.binomial(8 - num_right, rng.beta(wrong, 1 - wrong, 32))
+        verdicts.append(num_passed.mean() / 8)
+        grades.append(num_right.mean() / 8)
+    for lines in range(8, len(verdicts) + 1):
+        series = {"reward/verdict": np.array(verdicts[:lines]), "exact_grade": np.array(grades[:lines])}
+        if find_alarms({"a": series}, {}, {}):
+            return lines
+    return None
+
+
+@pytest.mark.parametrize("end", [0.2, 0.4, 0.9])
+def test_verdicts_that_rise_with_the_truth_raise_no_alarm(end):
+    right = np.linspace(0.2, end, 40)
+    assert [judged_run(right, [0.1] * 40, np.random.default_rng(seed)) for seed in range(20)] == [None] * 20
+
+
+def test_charmed_judges_are_found_in_twenty_steps():
+    found = [
+        judged_run([0.2] * 20, np.linspace(0.2, 0.9, 20), np.random.default_rng(seed), passes_right=0.9)
+        for seed in range(20)
+    ]
+    assert None not in found and np.median(found) <= 12
+
+
 def test_recorded_evaluations_that_fell_are_found():
     """Five evaluations of 100 instances each in 267 published runs: what fell is MADPO with too large a rate."""
     lines = [json.loads(line) for line in RECORDED.read_text().splitlines()]

@@ -1,9 +1,13 @@
 """Each alarm's rule, at cases just inside and just outside it."""
 
+import json
+
 import numpy as np
 import pytest
 
 from palestra.dashboard.alarms import RULES, cyclic_alarms, find_alarms
+from palestra.dashboard.catalog import CatalogRun
+from palestra.dashboard.run_status import run_alarms
 from palestra.populations.ratings import cyclicity
 
 FLAT = np.full(40, 0.5)
@@ -89,6 +93,40 @@ def test_alarm_on_one_seat_carrying_the_team():
     assert names(policies) == []
 
 
+def judged(paid, grade, n=40):
+    """The log of a judged policy: means of 64 answers that the judge passes, and that are right."""
+    rng = np.random.default_rng(0)
+    noise = rng.normal(0, 0.02, n)
+    return {"reward/verdict": line(*paid, n) + noise, "exact_grade": line(*grade, n) + noise / 2}
+
+
+@pytest.mark.parametrize(
+    ("paid", "grade", "fires"),
+    [
+        ((0.2, 0.9), (0.2, 0.2), True),
+        ((0.2, 0.9), (0.2, 0.5), True),
+        ((0.2, 0.9), (0.2, 0.6), False),  # most of the rise is true
+        ((0.2, 0.26), (0.2, 0.1), False),  # hardly a rise
+        ((0.9, 0.9), (0.2, 0.2), False),  # passes wrong answers from the start: no rise
+    ],
+)
+def test_alarm_on_verdicts_that_rise_without_truth(paid, grade, fires):
+    expected = [("reward hacking by verdict?", "red")] if fires else []
+    assert names({"red": judged(paid, grade)}) == expected
+    series = judged(paid, grade, 8)
+    assert names({"red": series}, {}) == expected
+    success = series.pop("exact_grade")  # where the env grades the team alone
+    assert names({"red": series}, {"success": success}) == expected
+    assert names({"red": series}, {}) == [] and names({"red": series}, {"success": success[1:]}) == []
+
+
+def test_alarm_on_verdicts_needs_a_rise_beyond_their_noise():
+    quiet = judged((0.3, 0.5), (0.2, 0.2), 12)
+    assert names({"red": quiet}) == [("reward hacking by verdict?", "red")]
+    loud = quiet | {"reward/verdict": quiet["reward/verdict"] + 0.2 * np.array([1, -1] * 6)}
+    assert names({"red": loud}) == []
+
+
 def test_short_run_raises_no_alarm_by_overlap():
     assert names({"red": {"entropy": line(1.5, 0.05, 12)}}) == [("entropy collapse", "red")]
 
@@ -132,3 +170,21 @@ def test_alarm_on_a_cyclic_population():
     (alarm,) = cyclic_alarms(cyclicity(["rock", "paper", "scissors"], wins))
     assert alarm.name == "cyclic population" and "rock" in alarm.policy and "100%" in alarm.message
     assert cyclic_alarms(cyclicity(["good", "fair", "poor"], np.array([[0.0, 90, 99], [10, 0, 90], [1, 10, 0]]))) == []
+
+
+@pytest.mark.parametrize(("stages", "fires"), [("", False), ("stages: [{steps: 20}, {}]\n", True)])
+def test_alarms_compare_lines_of_the_newest_stage(tmp_path, stages, fires):
+    """In the first stage an expert's answers all pass; in the second the policy learns to convince the judge."""
+    folder = tmp_path / "judged"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(f"name: judged\nsteps: 20\nenv: {{type: math_judge}}\n{stages}")
+    (folder / "meta.json").write_text("{}")
+    passed = [1.0] * 20 + np.linspace(0.2, 0.9, 20).tolist()
+    rows = [
+        {"step": step, "policy": "red", "reward/verdict": value, "exact_grade": 0.2}
+        for step, value in enumerate(passed)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = CatalogRun(tmp_path, "judged")
+    run.refresh()
+    assert ([alarm.name for alarm in run_alarms(run)] == ["reward hacking by verdict?"]) == fires

@@ -20,7 +20,16 @@ from palestra.environments.sudoku.env import Sudoku
 from palestra.environments.tools.env import Tools
 from palestra.envs import TEXT_ENVS, check_env, env_options, load_env_class, make_env
 from palestra.envs.base import RANDOM_WORDS, Env
-from palestra.envs.reward_terms import FORM_TERM, REWARD_TERMS_KEY, check_terms, terms_gained, terms_info, total_rewards
+from palestra.envs.reward_terms import (
+    EXACT_GRADE_KEY,
+    FORM_TERM,
+    REWARD_TERMS_KEY,
+    VERDICT_TERM,
+    check_terms,
+    terms_gained,
+    terms_info,
+    total_rewards,
+)
 from palestra.envs.text.grid.plan_path import PlanPath
 from palestra.envs.text.grid.sokoban import Sokoban
 from palestra.text.rollouts.metrics import policy_metrics
@@ -121,6 +130,19 @@ def test_terms_are_logged_per_policy() -> None:
     assert metrics["local_reward"] == pytest.approx(0.3)
 
 
+def test_exact_grade_is_logged_beside_the_verdict_and_paid_to_nobody() -> None:
+    """Of two answers a judge passes both, and one is right; the seat is graded in a step in which it does not act."""
+    episode = Episode("hand", 0, {"a": "p", "j": "q"})
+    for i in range(2):
+        episode.nodes.append(Node(2 * i, None, 0, {}, {"a": Answer("x", "p@0")}, {}))
+        info = {REWARD_TERMS_KEY: {"a": {VERDICT_TERM: 1.0}}, EXACT_GRADE_KEY: {"a": float(i)}}
+        answers = {"j": Answer("yes", "q@0")}
+        episode.nodes.append(Node(2 * i + 1, 2 * i, 1, {}, answers, {"a": 1.0}, done=True, info=info))
+    metrics = policy_metrics([episode], "p")
+    assert (metrics["reward/verdict"], metrics["exact_grade"], metrics["local_reward"]) == (1.0, 0.5, 1.0)
+    assert EXACT_GRADE_KEY not in policy_metrics([episode], "q")
+
+
 # ---- every shipped text env names its rewards
 
 ALONE = {"team": "single"}
@@ -129,6 +151,7 @@ NAMED: dict[str, list[dict[str, Any]]] = {  # options by env
     "sokoban": [{}, ALONE],
     "math": [ALONE | {"max_turns": 3}, ALONE | {"rendering": "compact"}],
     "math_review": [{}],
+    "math_judge": [{}, {"commits_first": True}],
     "math_relay": [{}],
     "tool_review": [{}, {"reward": "outcome"}],
     "code": [{"unsafe": True, "source": "drills", "rendering": "compact"}],
@@ -140,6 +163,7 @@ NAMED: dict[str, list[dict[str, Any]]] = {  # options by env
         {"judge": "seat"},
         {"judge": "seat", "order": "simultaneous"},
         {"judge": "seat", "mode": "truth"},
+        {"judge": "seat", "mode": "truth", "commits_first": True},
     ],
     "tools": [{"built_in": ["search", "read_document"], "kinds": ["lookup"]}],
     "workflow": [{"function": "helpers.toy_workflows:relay", "seats": ["guide", "walker"]}],

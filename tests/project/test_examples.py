@@ -16,6 +16,8 @@ from palestra.runs import read_lines
 from palestra.runs.series import wilson_interval
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+DECEIVING = {"judged"}  # its reasoner learns to convince a judge, which results/judges/run.py measures
+LEARNING = sorted(path for path in (DATA_DIR / "configs/text").glob("*.yaml") if path.stem not in DECEIVING)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,7 @@ def test_one_client_plays_both_roles_if_a_second_is_refused(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("path", sorted((DATA_DIR / "configs/text").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", LEARNING, ids=lambda path: path.stem)
 def test_example_learns_beyond_noise(path: Path, tmp_path: Path) -> None:
     """On held-out instances: the 95 % intervals before and after do not touch."""
     command = [str(Path(sys.executable).parent / "palestra"), "train", str(path), "--root", str(tmp_path)]

@@ -2,6 +2,7 @@
 
 `mode: competitive` is zero-sum: one side wins. `mode: truth` is cooperative: both sides are paid if the judge finds the
 correct side. The judge is a set of rules or a third seat, which any policy plays, one behind an endpoint among them.
+With `commits_first` that seat answers from the evidence alone before the debate begins.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from palestra.environments.debate.judges import (
     RuleJudge,
     ScoreWeights,
     Speech,
+    Winner,
     read_verdict,
     total_score,
 )
 from palestra.environments.debate.prompts import (
+    commit_observation,
     compact_observation,
     full_judge_observation,
     full_observation,
@@ -32,18 +35,18 @@ from palestra.environments.debate.prompts import (
 )
 from palestra.environments.debate.topics import MAX_FACTS, draw_file_topic, draw_synthetic_topic
 from palestra.envs.base import Env
-from palestra.envs.reward_terms import FORM_TERM, Terms, terms_info, total_rewards
+from palestra.envs.reward_terms import EXACT_GRADE_KEY, FORM_TERM, VERDICT_TERM, Terms, terms_info, total_rewards
 from palestra.envs.support.answers import mark_answer
 from palestra.envs.support.options import Rendering, RewardMode, check_range
 from palestra.envs.support.splits import Split
 
 WIN_REWARD = 1.0  # competitive: gain of the winner and loss of the loser; truth: team reward
+VERDICT_PAY: dict[Winner, float] = {"pro": WIN_REWARD, "con": -WIN_REWARD, "draw": 0.0}  # of pro; con's is the negative
 # per seat, in mode truth: for correct citations, for the evidence shown
 HONESTY_REWARD = 0.25
 EVIDENCE_REWARD = 0.25
 UNREADABLE_PENALTY = 0.1  # per seat, subtracted for an unreadable answer
 OPPONENT_TERM = "opponent"  # the term of a reward that the other side's answer takes, in mode competitive
-VERDICT_TERM = "verdict"  # the term that the verdict pays a side, and the judge for the right one
 
 JudgeSource = Literal["rules", "seat"]
 SEATS: dict[JudgeSource, tuple[Seat, ...]] = {"rules": SIDES, "seat": (*SIDES, "judge")}
@@ -57,7 +60,9 @@ class Debate(Env):
     Info of the last step also: `success`, `winner` ("pro", "con" or "draw"), `scores`, `margin`, `rules_winner` (winner
     by the rule judge), `case` (total score parts by side) and, in mode truth, `truth`. Success means in mode truth that
     the judge found the correct side; in mode competitive it is by side: the other did not win and all answers of
-    the side were readable.
+    the side were readable. There `exact_grade` is, by side, what the verdict of the rules would have paid. With
+    `commits_first` (mode truth, a judge at a seat) the judge names a side before the debate, and its verdict counts
+    only for that side: else it is a draw.
 
     Raises ValueError if an option is out of range, or two options contradict each other.
     """
@@ -75,6 +80,7 @@ class Debate(Env):
         rounds: int = 2,
         order: Literal["turns", "simultaneous"] = "turns",
         judge: JudgeSource = "rules",
+        commits_first: bool = False,
         weights: ScoreWeights | None = None,
         facts: int = 3,
         max_words: int = 200,
@@ -90,6 +96,10 @@ class Debate(Env):
             raise ValueError(
                 "rendering: compact shows facts as single tokens, which only drills have: set source: drills"
             )
+        if commits_first and judge != "seat":
+            raise ValueError("commits_first: the judge by rules has nothing to commit to: set judge: seat")
+        if commits_first and mode != "truth":
+            raise ValueError("commits_first: in mode: competitive no side is right beforehand: set mode: truth")
         self.mode = mode
         self.source = source
         self.topics = topics
@@ -98,6 +108,7 @@ class Debate(Env):
         self.rounds = rounds
         self.order = order
         self.judge = judge
+        self.commits_first = commits_first
         self.words = max_words
         self.weights = weights or ScoreWeights()
         self.reward = reward
@@ -119,9 +130,20 @@ class Debate(Env):
         self.topic = self._topic(seed)
         self.rule_judge = RuleJudge(self.topic, self.rounds, self.mode, self.weights)
         self.speeches: tuple[Speech, ...] = ()
+        self.committed: str | None = None  # the judge's own answer
         self._over = False
         self._sound = dict.fromkeys(SIDES, True)
-        return Step(self._observations(), info={"round": 1})
+        return self._first_step({})
+
+    def _first_step(self, invalid: dict[Seat, bool]) -> Step:
+        """Returns a step before anything is said."""
+        legal = None
+        if self._commits_next():
+            legal = {"judge": [self._verdict_text(side) for side in SIDES]}
+        info: dict[str, Any] = {"round": 1}
+        if invalid:
+            info["invalid"] = invalid
+        return Step(self._observations(), legal_actions=legal, info=info)
 
     def step(self, actions: dict[Seat, Any]) -> Step:
         acting = self._acting()
@@ -130,6 +152,9 @@ class Debate(Env):
             if self._over:
                 why = "the debate is over, call reset(seed)"
             raise ValueError(f"the actions are for {sorted(actions)}: {why}")
+        if self._commits_next():
+            self.committed = read_verdict(actions["judge"]) or ""
+            return self._first_step({"judge": not self.committed})
         if acting == ("judge",):
             return self._end_by_judge(actions["judge"])
         current = self._round()
@@ -162,7 +187,12 @@ class Debate(Env):
             return draw_synthetic_topic(seed, self.split, self.mode, self.facts)
         return draw_file_topic(self.topics, seed, self.split, self.mode)
 
+    def _commits_next(self) -> bool:
+        return self.commits_first and self.committed is None
+
     def _acting(self) -> tuple[Seat, ...]:
+        if self._commits_next():
+            return ("judge",)
         if len(self.speeches) == 2 * self.rounds:
             return self.seats[len(SIDES) :]  # the judge, if a seat judges
         if self.order == "simultaneous":
@@ -177,6 +207,8 @@ class Debate(Env):
 
     def _observation(self, seat: Seat) -> str:
         current = self._round()
+        if self._commits_next():
+            return commit_observation(self.topic, self.rendering == "compact")
         if self.rendering == "compact":
             left = self.rounds - current + 1 if self.rounds > 1 and seat != "judge" else 0
             return compact_observation(self.topic, seat, self.speeches, left)
@@ -236,18 +268,22 @@ class Debate(Env):
 
     def _end_by_judge(self, answer: Any) -> Step:
         """Ends the episode with the judge seat's verdict; an unreadable verdict is a draw."""
-        winner = read_verdict(answer)
+        verdict = read_verdict(answer)
+        winner = verdict
+        if self.commits_first and verdict != self.committed:
+            winner = None
         scores: dict[Side, float] = dict.fromkeys(SIDES, 0.5)
         if winner:
             scores = {side: float(side == winner) for side in SIDES}
         terms: dict[Seat, Terms] = {}
-        if winner is None and self.reward == "dense":
+        if verdict is None and self.reward == "dense":
             terms["judge"] = {FORM_TERM: -UNREADABLE_PENALTY}
         elif winner and self.mode == "competitive":
-            terms["judge"] = {VERDICT_TERM: WIN_REWARD * (self._by_rules().winner in (winner, "draw"))}
-        return self._end(
-            DebateVerdict(winner or "draw", scores), terms, {"round": self.rounds, "invalid": {"judge": winner is None}}
-        )
+            terms["judge"] = {"correct": WIN_REWARD * (self._by_rules().winner in (winner, "draw"))}
+        info = {"round": self.rounds, "invalid": {"judge": verdict is None}}
+        if self.commits_first:
+            info["committed"] = self.committed
+        return self._end(DebateVerdict(winner or "draw", scores), terms, info)
 
     def _by_rules(self) -> DebateVerdict:
         return self.rule_judge.verdict(self.speeches)
@@ -255,9 +291,9 @@ class Debate(Env):
     def _end(self, verdict: DebateVerdict, terms: dict[Seat, Terms], info: dict[str, Any]) -> Step:
         """Returns the last step: its rewards are `terms`, and what the verdict pays."""
         self._over = True
-        rules = self._by_rules().winner
+        rules = self._by_rules()
         verdict_info = verdict.to_info() | {
-            "rules_winner": rules,
+            "rules_winner": rules.winner,
             "case": {s: total_score(self.speeches, s).to_info() for s in SIDES},
         }
         if self.mode == "truth":
@@ -265,11 +301,11 @@ class Debate(Env):
             info = info | verdict_info | {"truth": self.topic.truth, "success": is_right} | terms_info(terms)
             return Step({}, total_rewards(terms), WIN_REWARD * is_right, info=info)
         if self.reward == "outcome" or self.judge != "rules":  # else the scores were paid step by step
-            pay = verdict.margin
-            if self.reward == "outcome":
-                pay = {"pro": WIN_REWARD, "con": -WIN_REWARD, "draw": 0.0}[verdict.winner]
+            paid = VERDICT_PAY[verdict.winner]
+            exact = VERDICT_PAY[rules.winner]
             for side, sign in zip(SIDES, (1, -1), strict=True):
-                terms[side] = {**terms.get(side, {}), VERDICT_TERM: sign * pay}
+                terms[side] = {**terms.get(side, {}), VERDICT_TERM: sign * paid}
+            info = info | {EXACT_GRADE_KEY: {"pro": exact, "con": 0.0 - exact}}
         success = {side: self._sound[side] and verdict.winner != OPPONENTS[side] for side in SIDES}
         info = info | verdict_info | {"success": success} | terms_info(terms)
         return Step({}, total_rewards(terms), info=info)

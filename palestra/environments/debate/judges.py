@@ -7,7 +7,6 @@ since each fact counts once. Length earns nothing: text over the limit, repetiti
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -17,6 +16,7 @@ from pydantic import Field, model_validator
 
 from palestra.core.config import StrictModel
 from palestra.environments.debate.arguments import SIDES, Argument, Point, Side, Topic, unanswered_points
+from palestra.envs.support.answers import read_choice
 
 DebateMode = Literal["competitive", "truth"]
 Winner = Literal["pro", "con", "draw"]
@@ -180,8 +180,8 @@ def winner_by_score(scores: dict[Side, float]) -> Winner:
 
 def read_verdict(answer: object) -> Side | None:
     """Returns the side named after the last `####`, or in the whole answer without one; None unless exactly one is."""
-    verdicts = set(re.findall(r"\b(pro|con)\b", str(answer).rpartition("####")[2].lower()))
-    return next((side for side in SIDES if verdicts == {side}), None)
+    choice = read_choice(answer, SIDES)
+    return next((side for side in SIDES if side == choice), None)
 
 
 def honesty_score(argument: Argument, opponent_points: Sequence[Point]) -> float:

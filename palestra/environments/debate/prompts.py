@@ -38,6 +38,8 @@ JUDGE_PROMPT = (
     "The verdict is one word: pro or con."
 )
 
+COMMIT_QUESTION = "Nothing was said yet. Which side is right by the evidence: pro or con?"
+
 
 def role_prompts(mode: DebateMode, seats: Sequence[str], rounds: int, longest: int, compact: bool) -> dict[str, str]:
     """Returns the role prompt of each seat."""
@@ -59,11 +61,16 @@ def compact_observation(topic: Topic, seat: str, speeches: Sequence[Speech], lef
     """
     texts = ["topic", topic.text]
     if seat != "judge":
-        texts += [" ".join([side, *(fact.id for fact in topic.facts_of(side))]) for side in SIDES]
+        texts += compact_evidence(topic)
     texts += ["you", seat, "said", " ".join(map(compact_speech, speeches)) or "none"]
     if left:
         texts.append(f"left {left}")
     return " ".join(texts)
+
+
+def compact_evidence(topic: Topic) -> list[str]:
+    """Returns the evidence of each side in compact form: `pro r1 r7`."""
+    return [" ".join([side, *(fact.id for fact in topic.facts_of(side))]) for side in SIDES]
 
 
 def compact_speech(speech: Speech) -> str:
@@ -87,6 +94,14 @@ def full_observation(topic: Topic, side: Side, speeches: Sequence[Speech], curre
     return "\n\n".join(
         [f"Motion: {topic.text}", *evidence, transcript, f"Round {current} of {rounds}. You are {side}."]
     )
+
+
+def commit_observation(topic: Topic, compact: bool) -> str:
+    """Returns what a judge sees that commits to a side before the debate: the motion and all the evidence."""
+    if compact:
+        return " ".join(["topic", topic.text, *compact_evidence(topic), "you judge"])
+    evidence = [_evidence(topic, side) for side in SIDES]
+    return "\n\n".join([f"Motion: {topic.text}", *evidence, COMMIT_QUESTION])
 
 
 def full_judge_observation(topic: Topic, speeches: Sequence[Speech]) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 MAX_ANSWER_CHARS = 4000  # characters read from the end of an answer: bounds the cost of runaway answers
 
 
@@ -20,3 +23,11 @@ def mark_answer(answer: str, *, is_compact: bool) -> str:
 def answer_words(answer: object) -> list[str]:
     """Returns the lower-case words of an answer, after its last "####" if there is one. Commas count as spaces."""
     return answer_text(answer).replace(",", " ").lower().split()
+
+
+def read_choice(answer: object, choices: Sequence[str]) -> str | None:
+    """Returns the one of `choices`, words in lower case, that the text after the last "####" names, or the whole answer
+    without one; None unless it names exactly one."""
+    words = set(re.findall(r"\w+", str(answer).rpartition("####")[2].lower()))
+    named = [choice for choice in choices if choice in words]
+    return named[0] if len(named) == 1 else None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from palestra.core.types import NO_REWARD, Answer, Episode, Metrics, Node
-from palestra.envs.reward_terms import REWARD_TERMS_KEY, TEAM_TERMS_KEY
+from palestra.envs.reward_terms import EXACT_GRADE_KEY, REWARD_TERMS_KEY, TEAM_TERMS_KEY
 from palestra.runs.headline import TEAM_RETURN, TEAM_SUCCESS
 
 CONTEXT_FULL_KEY = "context_full"  # key in the info of a trajectory's last node: the next prompt did not fit
@@ -200,11 +200,12 @@ def instance_outcomes(episodes: Sequence[Episode]) -> dict[str, str]:
 
 
 def policy_metrics(episodes: Sequence[Episode], policy: str) -> Metrics:
-    """Returns metrics of one policy's answers, also those of unchosen siblings: local and team reward per answer, share
-    of invalid answers, tokens per answer, share cut at the token limit, and `reward/TERM`, each term of the local and
-    the team's reward (envs/reward_terms.py). An answer shared by siblings counts once, with the mean of their rewards.
-    Rewards that a seat gets in steps in which it does not act, such as the loser's in the last step of a turn-based
-    game, are added to the seat's earlier answer, as a mean over siblings."""
+    """Returns metrics of one policy's answers, also those of unchosen siblings: local and team reward per answer,
+    share of invalid answers, tokens per answer, share cut at the token limit, and `reward/TERM`, each term of the
+    local and the team's reward (envs/reward_terms.py), and `exact_grade` if the env reports it beside a judge's
+    verdict. An answer shared by siblings counts once, with the mean of their rewards. Rewards that a seat gets in
+    steps in which it does not act, such as the loser's in the last step of a turn-based game, are added to the
+    seat's earlier answer, as a mean over siblings."""
     valid = [episode for episode in episodes if episode.error is None]
     turns = []
     for node in chain.from_iterable(episode.valid_nodes for episode in valid):
@@ -217,11 +218,14 @@ def policy_metrics(episodes: Sequence[Episode], policy: str) -> Metrics:
     steps += chain.from_iterable(_steps_of_others(episode, policy) for episode in valid)
     terms = [(node.info.get(REWARD_TERMS_KEY, {}).get(seat, {}), share) for node, seat, share in steps]
     terms += [(node.info.get(TEAM_TERMS_KEY, {}), share) for node, _, share in steps]
+    grades = [(node.info.get(EXACT_GRADE_KEY, {}), seat, share) for node, seat, share in steps]
     count = len(times) or 1
     sums: dict[str, float] = {}
     for own, share in terms:
         for name, value in own.items():
             sums[f"reward/{name}"] = sums.get(f"reward/{name}", 0) + value * share
+    if any(seat in own for own, seat, _ in grades):
+        sums[EXACT_GRADE_KEY] = sum(own.get(seat, 0.0) * share for own, seat, share in grades)
     return {name: total / count for name, total in sums.items()} | {
         "answers": float(len(times)),
         "local_reward": sum(node.rewards.get(seat, 0.0) * share for node, seat, share in steps) / count,

@@ -217,6 +217,34 @@ def test_judge_may_choose_either_side_of_a_draw():
         assert play(Debate(**DRILLS, judge="seat"), judge=verdict)[1]["judge"] == 1.0
 
 
+@pytest.mark.parametrize("rendering", ["full", "compact"])
+@pytest.mark.parametrize("committed", ["truth", "other", "neither"])
+def test_verdict_counts_only_for_the_side_that_the_judge_committed_to(rendering, committed):
+    env = Debate(
+        mode="truth", source="drills", rounds=1, judge="seat", commits_first=True, rendering=rendering, split="test"
+    )
+    step = env.reset(2)
+    facts = [fact.id for fact in env.topic.facts]
+    assert step.legal_actions and all(f" {fact}" in step.observations["judge"].replace("[", " ") for fact in facts)
+    truth = env.topic.truth
+    answers = {"truth": truth, "other": "con" if truth == "pro" else "pro", "neither": "both"}
+    step = env.step({"judge": answers[committed]})
+    assert step.info["invalid"] == {"judge": committed == "neither"} and set(step.observations) == {"pro"}
+    for side in ("pro", "con"):
+        step = env.step({side: env.expert(side, random.Random(0))})
+    last = env.step({"judge": truth})
+    assert last.info["winner"] == (truth if committed == "truth" else "draw")
+    assert last.team_reward == float(committed == "truth") and last.info["invalid"] == {"judge": False}
+    assert last.info["committed"] == {**answers, "neither": ""}[committed]
+
+
+def test_exact_grade_of_a_verdict_is_that_of_the_rules():
+    env = Debate(**DRILLS, rounds=1, judge="seat")
+    steps, earned = play(env, con="claim no because up so no", judge="con")
+    assert steps[-1].info["rules_winner"] == "pro" and (earned["pro"], earned["con"]) == (-1.0, 1.0)
+    assert steps[-1].info["exact_grade"] == {"pro": 1.0, "con": -1.0}
+
+
 def test_judge_seat_is_rewarded_for_the_truth():
     env = Debate(mode="truth", judge="seat", rounds=1)
     env.reset(0)
@@ -331,6 +359,8 @@ def test_missing_topic_file_is_reported():
     [
         ({"rounds": 0}, "rounds=0 is out of range"),
         ({"judge": "jury"}, "judge"),
+        ({"commits_first": True, "mode": "truth"}, "set judge: seat"),
+        ({"commits_first": True, "judge": "seat"}, "set mode: truth"),
         ({"mode": "truth", "facts": 1}, "facts=1 is out of range"),
         ({"facts": 8}, "facts=8"),
         ({"max_words": 3}, "max_words=3"),

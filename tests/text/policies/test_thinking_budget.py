@@ -269,6 +269,7 @@ TALKS = {
     "debate": {"source": "drills", "rounds": 2, "judge": "seat"},
     "math_relay": {"parts": 3},
     "math_review": {},
+    "math_judge": {"commits_first": True},
     "code": {"max_turns": 2, "unsafe": True},
     "describe_guess": {},
 }
