@@ -32,7 +32,16 @@ NAVIGATION = LearningSpec(
     eval_every=6_000,
     seed=0,
 )
-NAVIGATION_QMIX = replace(NAVIGATION, algorithm="qmix", games=30, rollout_length=20, gradient_steps=30, tau=0.01)
+NAVIGATION_QMIX = replace(
+    NAVIGATION,
+    algorithm="qmix",
+    games=30,
+    rollout_length=20,
+    env_steps=24_000,
+    eval_every=2_400,
+    gradient_steps=30,
+    tau=0.01,
+)
 SPREAD = replace(
     NAVIGATION,
     scenario="simple_spread",
