@@ -12,6 +12,7 @@ from results.pages import half_interval, interval, read_notes, table, wrapped
 from results.peers.tasks import PACKAGES, TASKS, Task
 
 NOTES = Path(__file__).parent / "notes.md"  # the text of the page
+HEADS = ("task", "package", "seeds", "return before", "return after", "mean of the curve", "CPU-s", "times palestra's")
 COLOURS = {"palestra": "C0", "BenchMARL": "C1", "plain PyTorch": "C2"}
 HEAD = """Made by `python results/peers/run.py --report` from the published rows; without `--report` it measures them
 again and prints both. The same tasks are trained with the same settings in palestra, in BenchMARL 1.5.2, and, by MAPPO,
@@ -26,17 +27,7 @@ def write_report(results: Sequence[Line], target: Path) -> None:
     trained = [task for task in TASKS if task.spec.algorithm != "random"]
     lines = ["# Beside BenchMARL and a plain script", ""]
     lines += [*wrapped(HEAD.format(games=trained[0].spec.eval_games)), "", *wrapped(provenance(results)), ""]
-    heads = (
-        "task",
-        "package",
-        "seeds",
-        "return before",
-        "return after",
-        "mean of the curve",
-        "CPU-s",
-        "beside palestra",
-    )
-    lines += table(heads, [row for task in trained for row in task_rows(task, results)])
+    lines += table(HEADS, [row for task in trained for row in task_rows(task, results)])
     lines += ["", f"![curves]({target.stem}.png)", "", "Uniform actions have the same return in all three:", ""]
     lines += table(("scenario", *PACKAGES), [random_row(task, results) for task in TASKS if task not in trained])
     lines += ["", read_notes(NOTES).rstrip()]
@@ -52,21 +43,27 @@ def lines_of(task: Task, package: str, results: Sequence[Line]) -> list[Line]:
 def task_rows(task: Task, results: Sequence[Line]) -> list[list[str]]:
     """Returns the rows of a task in the page's table, one for each package."""
     rows = []
-    ours = np.mean([line["cpu"] for line in lines_of(task, "palestra", results)])
+    ours = [line["cpu"] for line in lines_of(task, "palestra", results)]
     for package in task.packages:
         lines = lines_of(task, package, results)
+        if not lines:
+            rows.append([task.title, package, "not run", *[""] * (len(HEADS) - 3)])
+            continue
         values = np.array([[value for _, _, value in line["curve"]] for line in lines])
         cpu = [line["cpu"] for line in lines]
         returns = [interval(part.tolist(), 2) for part in (values[:, 0], values[:, -1], values.mean(1))]
-        spent = [interval(cpu, 1), f"{np.mean(cpu) / ours:.2f}"]
+        spent = [interval(cpu, 1), f"{np.mean(cpu) / np.mean(ours):.2f}" if ours else ""]
         rows.append([task.title, package, str(len(lines)), *returns, *spent])
     return rows
 
 
 def random_row(task: Task, results: Sequence[Line]) -> list[str]:
     """Returns the returns of uniform actions in a scenario, by package."""
-    scores = [lines_of(task, package, results)[0]["score"] for package in PACKAGES]
-    return [task.title, *(f"{score:.2f}" for score in scores)]
+    cells = []
+    for package in PACKAGES:
+        scores = [f"{line['score']:.2f}" for line in lines_of(task, package, results)]
+        cells.append(" ".join(scores) or "not run")
+    return [task.title, *cells]
 
 
 def draw(tasks: Sequence[Task], results: Sequence[Line], target: Path) -> None:
@@ -81,6 +78,8 @@ def draw(tasks: Sequence[Task], results: Sequence[Line], target: Path) -> None:
     for column, task in zip(axes.T, tasks, strict=True):
         for package in task.packages:
             curves = np.array([line["curve"] for line in lines_of(task, package, results)])  # [seeds, points, 3]
+            if not len(curves):
+                continue
             steps, cpu_s, values = curves.mean(0).T
             half = np.array([half_interval(at.tolist()) for at in curves[..., 2].T]) if len(curves) > 1 else 0 * values
             for axis, x in zip(column, (steps / 1000, cpu_s), strict=True):

@@ -3,7 +3,7 @@ docs/results-peers.md with curves against env steps and against CPU seconds.
 
     python results/peers/run.py                     all rows, about 50 minutes of one core; first makes a virtual env
     python results/peers/run.py --list              the rows: published, measured here, open
-    python results/peers/run.py --only spread_mappo/palestra  rows whose names begin with this
+    python results/peers/run.py --only navigation_qmix/palestra  rows whose names begin with this
     python results/peers/run.py --publish           publish what was measured here, and rewrite the page
     python results/peers/run.py --report            only rewrite the page from the published rows
     python results/peers/run.py --quick             short runs of one task: a smoke test
@@ -83,6 +83,16 @@ def as_tree(spec: LearningSpec) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(spec)))
 
 
+def make_ledger(quick: bool) -> Ledger:
+    """Returns the ledger of the rows; a row is current if it has its spec of now."""
+    return Ledger(
+        "peers",
+        lambda line: f"return {line['score']:.4g} after {line['cpu']:.0f} CPU-s",
+        quick,
+        lambda name, line: line["spec"] == as_tree(spec_of(quick, name)),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
@@ -93,12 +103,7 @@ def main() -> None:
         names = [name for name in names if name.endswith("/0") and name.startswith(QUICK_TASKS)]
     if quick and not installed(VENV):
         absent("BenchMARL in an environment of its own: this script without --quick makes it")
-    ledger = Ledger(
-        "peers",
-        lambda line: f"return {line['score']:.4g} after {line['cpu']:.0f} CPU-s",
-        quick,
-        lambda name, line: line["spec"] == as_tree(spec_of(quick, name)),
-    )
+    ledger = make_ledger(quick)
     if not (options.list or options.publish or options.report):
         install(VENV)
     Rows(ledger, partial(measure, quick)).run(names, options)

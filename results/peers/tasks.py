@@ -42,13 +42,6 @@ NAVIGATION_QMIX = replace(
     gradient_steps=30,
     tau=0.01,
 )
-SPREAD = replace(
-    NAVIGATION,
-    scenario="simple_spread",
-    options={"n_agents": 3},
-    env_steps=120_000,
-    eval_every=12_000,
-)
 
 
 def random_task(spec: LearningSpec) -> Task:
@@ -59,8 +52,6 @@ def random_task(spec: LearningSpec) -> Task:
 
 TASKS = [
     random_task(NAVIGATION),
-    random_task(SPREAD),
     Task("navigation_mappo", "navigation, MAPPO", NAVIGATION),
     Task("navigation_qmix", "navigation, QMIX", NAVIGATION_QMIX, WITHOUT_PLAIN),
-    Task("spread_mappo", "simple_spread, MAPPO", SPREAD),
 ]
