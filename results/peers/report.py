@@ -12,13 +12,14 @@ from results.pages import half_interval, interval, read_notes, table, wrapped
 from results.peers.tasks import PACKAGES, TASKS, Task
 
 NOTES = Path(__file__).parent / "notes.md"  # the text of the page
-HEADS = ("task", "package", "seeds", "return before", "return after", "mean of the curve", "CPU-s", "times palestra's")
+HEADS = ("task", "package", "seeds", "mean of all evaluations", "last evaluation", "CPU-s", "times palestra's")
 COLOURS = {"palestra": "C0", "BenchMARL": "C1", "plain PyTorch": "C2"}
 HEAD = """Made by `python results/peers/run.py --report` from the published rows; without `--report` it measures them
 again and prints both. The same tasks are trained with the same settings in palestra, in BenchMARL 1.5.2, and, by MAPPO,
 with a [script](../bench/peers/plain_mappo.py) of PyTorch alone. The return is that of an agent in a game that is played
 greedily, a mean of {games:,} held-out games; behind ± is the 95 % interval of the mean over seeds (Student's t). CPU
-seconds are those of rollouts and updates, in one thread; start-up and evaluations are left out. Script, notes and all
+seconds are those of rollouts and updates, in one thread; start-up and evaluations are left out. Evaluations before
+training are in the curves alone. Script, notes and all
 curves are in [results/peers/](../results/peers/)."""
 
 
@@ -51,7 +52,7 @@ def task_rows(task: Task, results: Sequence[Line]) -> list[list[str]]:
             continue
         values = np.array([[value for _, _, value in line["curve"]] for line in lines])
         cpu = [line["cpu"] for line in lines]
-        returns = [interval(part.tolist(), 2) for part in (values[:, 0], values[:, -1], values.mean(1))]
+        returns = [interval(part.tolist(), 2) for part in (values[:, 1:].mean(1), values[:, -1])]
         spent = [interval(cpu, 1), f"{np.mean(cpu) / np.mean(ours):.2f}" if ours else ""]
         rows.append([task.title, package, str(len(lines)), *returns, *spent])
     return rows
