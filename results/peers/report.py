@@ -19,7 +19,7 @@ again and prints both. The same tasks are trained with the same settings in pale
 with a [script](../bench/peers/plain_mappo.py) of PyTorch alone. The return is that of an agent in a game that is played
 greedily, a mean of {games:,} held-out games; behind ± is the 95 % interval of the mean over seeds (Student's t). CPU
 seconds are those of rollouts and updates, in one thread; start-up and evaluations are left out. Evaluations before
-training are in the curves alone. Script, notes and all
+training are in the ledger alone. Script, notes and all
 curves are in [results/peers/](../results/peers/)."""
 
 
@@ -68,8 +68,8 @@ def random_row(task: Task, results: Sequence[Line]) -> list[str]:
 
 
 def draw(tasks: Sequence[Task], results: Sequence[Line], target: Path) -> None:
-    """Draws the mean curve of each package with the interval over seeds: above against env steps, below against CPU
-    seconds."""
+    """Draws the mean curve of each package in training with the interval over seeds: above against env steps, below
+    against CPU seconds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -78,7 +78,7 @@ def draw(tasks: Sequence[Task], results: Sequence[Line], target: Path) -> None:
     figure, axes = plt.subplots(2, len(tasks), figsize=(4.2 * len(tasks), 6), constrained_layout=True, squeeze=False)
     for column, task in zip(axes.T, tasks, strict=True):
         for package in task.packages:
-            curves = np.array([line["curve"] for line in lines_of(task, package, results)])  # [seeds, points, 3]
+            curves = np.array([line["curve"][1:] for line in lines_of(task, package, results)])  # [seeds, points, 3]
             if not len(curves):
                 continue
             steps, cpu_s, values = curves.mean(0).T
