@@ -110,7 +110,7 @@ def run(job: ScriptJob, seconds: float, limit: float) -> dict[str, Any]:
     return json.loads(printed.splitlines()[-1])
 
 
-def end(process: subprocess.Popen) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     """Ends a script and the processes that it started: SIGTERM, then SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:

@@ -1,7 +1,7 @@
 """Trains the same tasks with the same settings in palestra, in BenchMARL and by a plain script of PyTorch, and writes
 docs/results-peers.md with curves against env steps and against CPU seconds.
 
-    python results/peers/run.py                     all rows, about 50 minutes of one core; first makes a virtual env
+    python results/peers/run.py                     all rows, some ten minutes of one core; first makes a virtual env
     python results/peers/run.py --list              the rows: published, measured here, open
     python results/peers/run.py --only navigation_qmix/palestra  rows whose names begin with this
     python results/peers/run.py --publish           publish what was measured here, and rewrite the page
