@@ -20,10 +20,11 @@ HERE = Path(__file__).parent
 VENVS = HERE.parent.parent / ".cache" / "peers"
 PEERS = ("jaxmarl", "benchmarl", "rllib", "sample_factory")
 OURS = ("ours", "raw", "raw_spiel")  # scripts that run in palestra's virtual environment
-VENV_OF = {"jaxmarl_qmix": "jaxmarl"}  # scripts that run in the virtual environment of another
+LEARNING = ("ours_learning", "benchmarl_learning", "plain_mappo")  # scripts that train the same tasks
+VENV_OF = {"jaxmarl_qmix": "jaxmarl"} | dict.fromkeys(LEARNING, "beside")  # scripts in a shared virtual environment
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(HERE.parent),
+    "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parent.parent)]),
     "PYTHONSAFEPATH": "1",  # otherwise bench/peers/NAME.py would hide the package NAME
     "CUDA_VISIBLE_DEVICES": "",
     "JAX_PLATFORMS": "cpu",
@@ -109,7 +110,7 @@ def run(job: ScriptJob, seconds: float, limit: float) -> dict[str, Any]:
     return json.loads(printed.splitlines()[-1])
 
 
-def end(process: subprocess.Popen) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     """Ends a script and the processes that it started: SIGTERM, then SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
