@@ -7,27 +7,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from peers.learning import LearningSpec, Point, print_curve, read_learning_spec
 
 import palestra as pl
 from palestra.envs.adapters.vmas import VmasEnv
-from palestra.envs.vector_base import VectorStep
 from palestra.runs import read_lines
 from palestra.vector.policies.base import UniformVectorPolicy
 from palestra.vector.trainer import play_eval
-
-
-class EndingVmasEnv(VmasEnv):
-    """VMAS whose time limit terminates a game, as in BenchMARL: palestra would truncate it, and go on with the critic's
-    value of its last observation."""
-
-    def step(self, actions: np.ndarray) -> VectorStep:
-        frame = super().step(actions)
-        frame.terminated |= frame.truncated
-        frame.truncated[:] = False
-        return frame
 
 
 def env_of(spec: LearningSpec, games: int) -> dict[str, Any]:
@@ -37,9 +24,10 @@ def env_of(spec: LearningSpec, games: int) -> dict[str, Any]:
 
 
 def algorithm_of(spec: LearningSpec) -> dict[str, Any]:
-    """Returns the config of the algorithm."""
+    """Returns the config of the algorithm. BenchMARL's VMAS ends a game at its time limit."""
     if spec.algorithm == "mappo":
         return {
+            "time_limit": "ends",
             "type": "mappo",
             "rollout_length": spec.rollout_length,
             "gamma": spec.gamma,
@@ -53,6 +41,7 @@ def algorithm_of(spec: LearningSpec) -> dict[str, Any]:
         }
     return {
         "type": "qmix",
+        "time_limit": "ends",
         "rollout_length": spec.rollout_length,
         "gamma": spec.gamma,
         "gradient_steps": spec.gradient_steps,
@@ -81,7 +70,7 @@ def config_of(spec: LearningSpec) -> dict[str, Any]:
     }
     return {
         "seed": spec.seed,
-        "env": {"type": "peers.ours_learning:EndingVmasEnv"} | env_of(spec, spec.games),
+        "env": {"type": "vmas"} | env_of(spec, spec.games),
         "env_steps": spec.env_steps,
         "log_every": 1,
         "policies": {"agent": policy},
@@ -100,7 +89,7 @@ def read_curve(run: Path, spec: LearningSpec) -> list[Point]:
 
 def play_at_random(spec: LearningSpec) -> float:
     """Returns the return of uniform actions."""
-    env = EndingVmasEnv(**env_of(spec, spec.eval_games))
+    env = VmasEnv(**env_of(spec, spec.eval_games))
     players = [UniformVectorPolicy(env, range(len(env.seats)))]
     return play_eval(env, players, spec.eval_games, spec.seed)["return"]
 

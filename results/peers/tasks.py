@@ -18,7 +18,7 @@ class Task:
     title: str
     spec: LearningSpec
     packages: tuple[str, ...] = tuple(PACKAGES)
-    seeds: int = 3
+    seeds: int = 5
 
 
 NAVIGATION = LearningSpec(
