@@ -13,9 +13,8 @@ from palestra.engine.sampling.scoring import AlternativeDraws, ScoreRequest, Sco
 from palestra.service.storage.outbox import Outbox
 from palestra.service.storage.store import StoredAnswer
 from palestra.service.storage.tables import TableRow
-from palestra.service.wire import codec
 from palestra.service.wire.jobs import SampleJob
-from palestra.service.worker.encoding import to_prompt_scores, to_sampled_sequence
+from palestra.service.worker.encoding import encode_sample
 from palestra.service.worker.live_models import LiveModels, LoadedBase
 
 MAX_SCORED_TOKENS = 16384  # prompt tokens scored in one step, at most
@@ -120,6 +119,5 @@ class SampleScheduler:
             self.outbox.run_guarded(sample.row, partial(self._answer_sample, sample))
 
     def _answer_sample(self, sample: PendingSample, scores: ScoreResult | None = None) -> None:
-        sequences = [to_sampled_sequence(sampled) for sampled in sample.completions]
-        result = codec.encode_sample(sequences, to_prompt_scores(scores, sample.job))
+        result = encode_sample(sample.completions, sample.job, scores)
         self.outbox.answers.append(StoredAnswer(sample.row.id, result, "sample"))
