@@ -30,7 +30,7 @@ from palestra.service.storage.archives import lora_targets
 from palestra.service.storage.store import Store
 from palestra.service.storage.tables import TableRow, models, update_row
 from palestra.service.storage.weight_store import WeightStore
-from palestra.service.wire.jobs import LoraSettings
+from palestra.service.wire.schemas import requests
 
 MAX_SNAPSHOTS = 256  # kept in memory, at most
 GRADIENTS_FILE = "gradients.safetensors"
@@ -134,7 +134,7 @@ class LiveModels:
         if row is None or row.state == "gone":
             raise StateLost(f"model {id} is gone: it was unloaded. Create a new one.")
         base = self.base(row.base)
-        trainer = new_trainer(base.engine, LoraSettings.model_validate(row.lora), id)
+        trainer = new_trainer(base.engine, requests.LoraConfig.model_validate(row.lora), id)
         live_model = LiveModel(id, base, trainer, self.store.last_seq(id) + 1, row.changed, row.kept)
         if row.state == "lost":
             where = row.info.get("path")
@@ -216,7 +216,7 @@ class LiveModels:
             self._snapshots.popitem(last=False)
 
 
-def new_trainer(engine: Engine, lora: LoraSettings, id: str) -> AdapterWeights:
+def new_trainer(engine: Engine, lora: requests.LoraConfig, id: str) -> AdapterWeights:
     """Returns a trainer with a new adapter for the client's settings. A missing seed is derived from the model's id."""
     seed = (
         int.from_bytes(hashlib.blake2b(id.encode(), digest_size=7).digest(), "big") if lora.seed is None else lora.seed

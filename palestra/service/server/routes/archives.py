@@ -36,7 +36,7 @@ from palestra.service.storage.archives import (
 )
 from palestra.service.storage.tables import TableRow, checkpoints, delete_row, uploads
 from palestra.service.storage.weight_store import TinkerPath
-from palestra.service.wire.jobs import LoraSettings
+from palestra.service.wire.schemas.requests import LoraConfig
 from palestra.service.wire.schemas.responses import (
     ExternalWeightsUploadFinishResponse,
     ExternalWeightsUploadStartResponse,
@@ -181,11 +181,11 @@ def _base_of(ctx: ServiceContext, folder: Path) -> BaseInfo:
     return ctx.base(name)
 
 
-def _lora(rank: int, alpha: float, layers: list[str]) -> LoraSettings:
+def _lora(rank: int, alpha: float, layers: list[str]) -> LoraConfig:
     attn = any("attn" in name or "attention" in name for name in layers)
     head = "lm_head" in layers
     mlp = any("mlp" in name for name in layers)
-    return LoraSettings(rank=rank, alpha=alpha, train_attn=attn, train_mlp=mlp, train_unembed=head)
+    return LoraConfig(rank=rank, alpha=alpha, train_attn=attn, train_mlp=mlp, train_unembed=head)
 
 
 @router.post("/external_weights_upload_start")
@@ -254,7 +254,7 @@ def finish_upload(
 def _finish(ctx: ServiceContext, upload: TableRow, path: TinkerPath) -> None:
     """Adds the checkpoint. Raises BadRequest unless the files are an adapter with the settings that were announced."""
     shapes = layer_shapes(ctx.base_of(upload).path)
-    lora = LoraSettings.model_validate(upload.lora)
+    lora = LoraConfig.model_validate(upload.lora)
     with tempfile.TemporaryDirectory(dir=ctx.weight_store.root, prefix=TEMPORARY_PREFIX) as temporary:
         # copies: a file may be sent again meanwhile, and if the files are refused or the server dies, they are there
         for name in (CONFIG_FILE, WEIGHTS_FILE):
