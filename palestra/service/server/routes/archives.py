@@ -20,7 +20,7 @@ from starlette.types import Message
 
 from palestra.core.files import TEMPORARY_PREFIX, fsync_path
 from palestra.service.server.deps import ContextDep, JsonBody, OwnerDep, body_too_long
-from palestra.service.server.routes.checkpoints import CHECKPOINT_ROUTE, checkpoint_path
+from palestra.service.server.routes.checkpoints import CHECKPOINT_ROUTE, PathDep
 from palestra.service.server.routes.models import lora_settings
 from palestra.service.server.state import BaseInfo, ServiceContext
 from palestra.service.storage.archives import (
@@ -57,9 +57,9 @@ Signature = Annotated[str, Query(max_length=200)]
 
 
 @router.get(f"{CHECKPOINT_ROUTE}/archive", status_code=302)
-def archive(run: str, kind: str, name: str, request: Request, ctx: ContextDep, owner: OwnerDep) -> Response:
+def archive(path: PathDep, request: Request, ctx: ContextDep, owner: OwnerDep) -> Response:
     """Redirects to the signed URL of the archive, which needs no API key."""
-    row = ctx.checkpoint(owner, checkpoint_path(run, kind, name))
+    row = ctx.checkpoint(owner, path)
     expires = int(time.time()) + URL_TTL_S
     when = format_datetime(datetime.fromtimestamp(expires, UTC), usegmt=True)
     return RedirectResponse(_address(request, ctx, row, ARCHIVE_NAME, expires), 302, {"Expires": when})
@@ -67,17 +67,21 @@ def archive(run: str, kind: str, name: str, request: Request, ctx: ContextDep, o
 
 @router.get(f"{CHECKPOINT_ROUTE}/external_weights_urls")
 def external_weights_urls(
-    run: str, kind: str, name: str, request: Request, ctx: ContextDep, owner: OwnerDep
+    path: PathDep, request: Request, ctx: ContextDep, owner: OwnerDep
 ) -> ExternalWeightsUrlsResponse:
     """Returns signed URLs of all files of a checkpoint."""
-    row = ctx.checkpoint(owner, checkpoint_path(run, kind, name))
+    row = ctx.checkpoint(owner, path)
     expires = int(time.time()) + URL_TTL_S
-    urls = {path.name: _address(request, ctx, row, path.name, expires) for path in _files(ctx, row)}
+    urls = {file.name: _address(request, ctx, row, file.name, expires) for file in _files(ctx, row)}
     return ExternalWeightsUrlsResponse(urls=urls, expires=datetime.fromtimestamp(expires, UTC))
 
 
 def _address(request: Request, ctx: ServiceContext, row: TableRow, file: str, expires: int) -> str:
-    return _sign_url(request, ctx, f"downloads/{row.path.removeprefix('tinker://')}/{file}", row.folder, expires)
+    return _sign_url(request, ctx, _download_route(row.path, file), row.folder, expires)
+
+
+def _download_route(path: str, file: str) -> str:
+    return f"downloads/{path.removeprefix('tinker://')}/{file}"
 
 
 def _sign_url(request: Request, ctx: ServiceContext, where: str, folder: str, expires: int) -> str:
@@ -99,23 +103,15 @@ def _files(ctx: ServiceContext, row: TableRow) -> list[Path]:
 
 
 @router.get("/downloads/{run}/{kind}/{name}/{file}")
-def download(
-    run: str,
-    kind: str,
-    name: str,
-    file: str,
-    ctx: ContextDep,
-    expires: Expires,
-    signature: Signature,
-) -> Response:
+def download(path: PathDep, file: str, ctx: ContextDep, expires: Expires, signature: Signature) -> Response:
     """Sends a file at a signed URL, which is valid until it expires and only for the weights for which it was
     issued."""
-    found_row = ctx.store.get(checkpoints, str(TinkerPath.parse(checkpoint_path(run, kind, name))))
-    row = _check_url(ctx, f"downloads/{run}/{kind}/{name}/{file}", found_row, expires, signature)
+    found_row = ctx.store.get(checkpoints, str(TinkerPath.parse(path)))
+    row = _check_url(ctx, _download_route(path, file), found_row, expires, signature)
     files = _files(ctx, row)
     if file == ARCHIVE_NAME:
         return StreamingResponse(pack_archive(files), media_type="application/gzip")
-    found = [path for path in files if path.name == file]
+    found = [each for each in files if each.name == file]
     if not found:
         raise BadRequest(f"the weights have no file {file[:100]}", 404)
     return FileResponse(found[0], media_type="application/octet-stream")
@@ -245,7 +241,7 @@ def finish_upload(
     path = TinkerPath(f"upload-{call.upload_id}", "external", "uploaded")
     done = ctx.store.get(checkpoints, str(path))
     if done is None or done.owner != owner:
-        upload = ctx.upload(owner, call.upload_id)
+        upload = ctx.own_row(uploads, owner, call.upload_id, "upload")
         _finish(ctx, upload, path)
         ctx.store.apply_updates([delete_row(uploads, upload.id)])
     return ExternalWeightsUploadFinishResponse(tinker_path=str(path))
