@@ -123,7 +123,7 @@ class Worker:
         """Restores the state left by an earlier worker: queues its requests again, and marks as lost the models that
         changed after they were last saved."""
         changed = self.store.find(models, models.c.state == "live", models.c.changed > models.c.kept, limit=1_000_000)
-        self.store.apply_updates(update_row(models, row.id, state="lost") for row in changed)
+        self.store.execute(*(update_row(models, row.id, state="lost") for row in changed))
         self.store.requeue_after_crash()
 
     def shut_down(self) -> None:

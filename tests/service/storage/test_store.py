@@ -120,9 +120,9 @@ def checkpoint(path, folder, expires=None):
 
 def test_expired_rows_are_removed_and_used_folders_listed(store):
     now = time.time()
-    store.apply_updates(upsert_row(checkpoints, checkpoint("kept", "f1")))
-    store.apply_updates(upsert_row(checkpoints, checkpoint("kept", "f2")))  # replaces the first
-    store.apply_updates(upsert_row(checkpoints, checkpoint("over", "f3", expires=now - 1)))
+    store.execute(*upsert_row(checkpoints, checkpoint("kept", "f1")))
+    store.execute(*upsert_row(checkpoints, checkpoint("kept", "f2")))  # replaces the first
+    store.execute(*upsert_row(checkpoints, checkpoint("over", "f3", expires=now - 1)))
     for id, seen in (("old", now - ANSWER_TTL_S - 1), ("new", now)):
         store.insert(sessions, id=id, owner="ann", created=seen, seen=seen, info={})
         store.insert(samplers, id=f"{id}:1", session=id, owner="ann", base="tiny", folder=f"of-{id}", created=seen)

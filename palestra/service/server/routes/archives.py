@@ -243,7 +243,7 @@ def finish_upload(
     if done is None or done.owner != owner:
         upload = ctx.own_row(uploads, owner, call.upload_id, "upload")
         _finish(ctx, upload, path)
-        ctx.store.apply_updates([delete_row(uploads, upload.id)])
+        ctx.store.execute(delete_row(uploads, upload.id))
     return ExternalWeightsUploadFinishResponse(tinker_path=str(path))
 
 

@@ -303,7 +303,7 @@ def without_kind(run: str, id: str, owner: OwnerDep) -> Response:
 def delete(path: PathDep, ctx: ContextDep, owner: OwnerDep) -> Response:
     """Deletes a checkpoint."""
     row = ctx.checkpoint(owner, path, to_change=True)
-    ctx.store.apply_updates([delete_row(checkpoints, row.path)])
+    ctx.store.execute(delete_row(checkpoints, row.path))
     return Response(status_code=204)
 
 
