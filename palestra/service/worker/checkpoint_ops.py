@@ -9,7 +9,6 @@ from typing import Any
 from palestra.engine.lora.adapters import weighted_sum
 from palestra.engine.training.peft_format import load_adapter, save_adapter
 from palestra.service.storage.outbox import Outbox
-from palestra.service.storage.store import StoredAnswer
 from palestra.service.storage.tables import TableRow, checkpoints, models, samplers, update_row, upsert_row
 from palestra.service.storage.weight_store import TinkerPath
 from palestra.service.wire.jobs import InterpolateJob, LoadJob, SaveJob
@@ -91,17 +90,13 @@ class CheckpointOps:
         self.outbox.updates.append(update_row(models, live_model.id, state="gone", saved=None))
         self.outbox.add_answer(row, model_id=live_model.id, type="unload_model")
         for _, _, later in live_model.queue:
-            self.outbox.answers.append(
-                StoredAnswer.failure(later.id, f"model {live_model.id} was unloaded before this request")
-            )
+            self.outbox.fail(later, ValueError(f"model {live_model.id} was unloaded before this request"))
 
     def _sampler(self, live_model: LiveModel, job: SaveJob, model: TableRow, folder: str) -> None:
         assert live_model.trainer.adapter is not None
         values = {"session": model.session, "owner": model.owner, "base": live_model.base.name, "created": time.time()}
         self.outbox.updates += upsert_row(samplers, {**values, "id": job.sampler, "folder": folder})
-        self.live_models.cache_snapshot(
-            folder, live_model.trainer.adapter.snapshot(folder, live_model.base.engine.dtype)
-        )
+        self.live_models.cache_snapshot(live_model.base, folder, live_model.trainer.adapter)
 
     def _checkpoint(
         self, path: TinkerPath, owner: str, base: str, lora: Any, folder: str, size: int, **more: Any

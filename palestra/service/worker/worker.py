@@ -224,17 +224,12 @@ class Worker:
         elif row.kind == "interpolate":
             self.checkpoint_ops.interpolate(row)
         else:
-            self._queue(row)
-
-    def _queue(self, row: TableRow) -> None:
-        live_model = self.live_models.get(row.model)
-        if row.seq is not None and row.seq < live_model.next_seq:
-            message = (
-                f"request {row.seq} of model {row.model} came after request {live_model.next_seq - 1} had run: "
-                "send it again"
-            )
-            self.outbox.answers.append(StoredAnswer.failure(row.id, message))
-        else:
+            live_model = self.live_models.get(row.model)
+            if row.seq is not None and row.seq < live_model.next_seq:
+                raise ValueError(
+                    f"request {row.seq} of model {row.model} came after request {live_model.next_seq - 1} had run: "
+                    "send it again"
+                )
             live_model.push(row)
 
     # -- training ------------------------------------------------------------------------------------------------------
@@ -345,7 +340,9 @@ class Worker:
         self.flush()
 
     def _release(self, live_model: LiveModel) -> None:
-        update = self.live_models.evict(live_model)
+        """Saves a model and removes it from memory."""
+        update = self.live_models.save(live_model)
+        self.live_models.live.pop(live_model.id)
         if update is not None:
             self.outbox.updates.append(update)
 
