@@ -73,33 +73,26 @@ class StoredAnswer:
 class Store:
     """Queries on one database; safe to use from several threads and processes.
 
-    Raises ValueError if the tables were created by an incompatible version.
+    Opens the database at `url` (`sqlite:///path` or `postgresql+psycopg://...`), creating its tables if it is new;
+    `on_error` handles outages (see `Database`). Raises ValueError if it cannot be opened, or its tables were created by
+    an incompatible version.
     """
 
-    def __init__(self, database: Database) -> None:
-        self.database = database
-        meta.create_all(database.engine)
-        found = sql.inspect(database.engine)
+    def __init__(self, url: str, on_error: ErrorHandler = raise_error) -> None:
+        self.database = Database(url, on_error)
+        engine = self.database.engine
+        meta.create_all(engine)
+        found = sql.inspect(engine)
         for table in meta.sorted_tables:
             missing = set(table.c.keys()) - {column["name"] for column in found.get_columns(table.name)}
             if missing:
+                self.close()
                 raise ValueError(
-                    f"the database {database} was made by another version of palestra: its {table.name} have no "
+                    f"the database {self.database} was made by another version of palestra: its {table.name} have no "
                     f"{sorted(missing)[0]}. Serve with another --data (or --store), or with that version."
                 )
         for index in requests.indexes:  # of a database that was made without it
-            index.create(database.engine, checkfirst=True)
-
-    @classmethod
-    def open(cls, url: str, on_error: ErrorHandler = raise_error) -> Self:
-        """Opens the database at `url` (`sqlite:///path` or `postgresql+psycopg://...`), creating its tables if it is
-        new; `on_error` handles outages (see `Database`). Raises ValueError if it cannot be opened."""
-        database = Database(url, on_error)
-        try:
-            return cls(database)
-        except ValueError:
-            database.engine.dispose()
-            raise
+            index.create(engine, checkfirst=True)
 
     def close(self) -> None:
         """Closes all connections."""

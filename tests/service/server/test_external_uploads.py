@@ -160,7 +160,7 @@ def test_an_upload_survives_a_restart_between_its_steps(
 
     def restart() -> Front:
         """Another process: only the database, the data folder and the secret are the same."""
-        store = Store.open(f"sqlite:///{tmp_path / 'store.sqlite'}")
+        store = Store(f"sqlite:///{tmp_path / 'store.sqlite'}")
         store.expire(time.time())
         vault = WeightStore(tmp_path / "weights")
         vault.sweep(store.referenced_folders())

@@ -34,7 +34,7 @@ class WorkerBench:
         data.mkdir(exist_ok=True)
         url = f"sqlite:///{data / 'store.sqlite'}"
         self.settings = WorkerSettings(store=url, data=data, bases={"small": str(base)}, device="cpu", **settings)
-        self.store = Store.open(url)
+        self.store = Store(url)
         self.bells = WakeupSocket.pair()
         self.owners: dict[str, str] = {}
         self.start()
@@ -687,7 +687,7 @@ def locked(
     monkeypatch.setattr("palestra.service.storage.database.BUSY_TIMEOUT_MS", 50)
     desk = open_desk()
     desk.store.close()
-    desk.store = Store.open(desk.settings.store, DatabaseRetry(desk.bells[0]))
+    desk.store = Store(desk.settings.store, DatabaseRetry(desk.bells[0]))
     desk.start()
     other = sqlite3.connect(desk.settings.data / "store.sqlite", isolation_level=None, check_same_thread=False)
     yield desk, other
