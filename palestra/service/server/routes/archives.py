@@ -16,10 +16,9 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse, RedirectResponse, StreamingResponse
 from starlette.datastructures import UploadFile
-from starlette.types import Message
 
 from palestra.core.files import TEMPORARY_PREFIX, fsync_path
-from palestra.service.server.deps import ContextDep, JsonBody, OwnerDep, body_too_long
+from palestra.service.server.deps import ContextDep, JsonBody, OwnerDep, limit_body
 from palestra.service.server.routes.checkpoints import CHECKPOINT_ROUTE, PathDep
 from palestra.service.server.routes.models import lora_settings
 from palestra.service.server.state import BaseInfo, ServiceContext
@@ -121,28 +120,13 @@ def download(path: PathDep, file: str, ctx: ContextDep, expires: Expires, signat
 async def upload(request: Request, ctx: ContextDep, owner: OwnerDep) -> dict[str, str]:
     """Accepts an adapter as PEFT saves it (tar.gz, multipart field `file`), for the base in its config or in the field
     `base_model`. It becomes a checkpoint for sampling: optimizers of other clients are not read."""
-    async with _limit_body(request, ctx.limits.upload).form(max_files=1, max_fields=10) as form:
+    async with limit_body(request, ctx.limits.upload).form(max_files=1, max_fields=10) as form:
         file = form.get("file")
         named = form.get("base_model")
         if not isinstance(file, UploadFile):
             raise BadRequest('send the archive as a file in the multipart field "file"')
         path = await run_in_threadpool(_take_in, ctx, owner, file.file, named if isinstance(named, str) else None)
     return {"path": str(path), "checkpoint_id": path.id}
-
-
-def _limit_body(request: Request, limit: int) -> Request:
-    """Returns the request with a body limit: raises BadRequest (413) once more than `limit` bytes have arrived."""
-    left = limit
-
-    async def receive() -> Message:
-        nonlocal left
-        message = await request.receive()
-        left -= len(message.get("body", b""))
-        if left < 0:
-            raise body_too_long(limit)
-        return message
-
-    return Request(request.scope, receive)
 
 
 def _take_in(ctx: ServiceContext, owner: str, file: BinaryIO, named: str | None) -> TinkerPath:
@@ -216,7 +200,7 @@ async def put_file(
     with tempfile.TemporaryDirectory(dir=folder, prefix=TEMPORARY_PREFIX) as temporary:
         arriving = Path(temporary, file)
         with arriving.open("wb") as target:
-            async for chunk in _limit_body(request, limit).stream():
+            async for chunk in limit_body(request, limit).stream():
                 await run_in_threadpool(target.write, chunk)
         await run_in_threadpool(_replace_file, arriving, folder / file)
     return Response()
