@@ -7,12 +7,11 @@ sparse tensors: those of one call may have `tensors.MAX_SPARSE_CELLS` cells in t
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -185,7 +184,7 @@ def encode_forward_backward(outputs: Sequence[Mapping[str, np.ndarray]], metrics
     """
     assert all(name.count(":") == 1 for name in metrics), "clients split the name of a metric at its colon"
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
-    for _, alike in itertools.groupby(outputs, _layout):
+    for _, alike in groupby(outputs, _layout):
         message.loss_fn_outputs.append(_record(list(alike)))
     return message.SerializeToString()
 
@@ -221,12 +220,16 @@ def forward_backward_to_json(result: bytes) -> bytes:
 def _split_record(record: pb.ArrayRecord) -> list[dict[str, Any]]:
     datums: list[dict[str, Any]] = [{} for _ in range(record.num_datums)]
     for name, batched in record.fields.items():
-        ends = tensors.decode_values(batched.offsets, pb.DTYPE_INT64)
-        for datum, start, end in zip(datums, ends[:-1], ends[1:], strict=True):
-            values = tensors.decode_values(batched.data[start:end], batched.dtype)
+        for datum, values in zip(datums, split_tensor(batched), strict=True):
             rows = values.size // (math.prod(batched.trailing_shape) or 1)
             datum[name] = _tensor_json(values.reshape(rows, *batched.trailing_shape))
     return datums
+
+
+def split_tensor(batched: pb.BatchedTensor) -> list[np.ndarray]:
+    """Returns the values of each datum, one-dimensional."""
+    ends = tensors.decode_values(batched.offsets, pb.DTYPE_INT64)
+    return [tensors.decode_values(batched.data[start:end], batched.dtype) for start, end in pairwise(ends)]
 
 
 def _tensor_json(array: np.ndarray) -> dict[str, Any]:
