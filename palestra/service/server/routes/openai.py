@@ -29,7 +29,7 @@ from palestra.core.chat import Chat, Json, thought_of, with_reasoning
 from palestra.core.http.answer_form import AnswerForm
 from palestra.core.http.calls import assistant_message, wants_stream_usage
 from palestra.engine.conversation.encoder import ChatEncoder
-from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.sampling.token_sampling import REPLACEMENT_CHAR, SamplingConfig
 from palestra.service.server.answer_poller import AnswerPoller
 from palestra.service.server.deps import ContextDep, JsonBody, OwnerDep, QueueDep, RequestQueue
 from palestra.service.server.routes.sampling import (
@@ -51,7 +51,6 @@ router = APIRouter()
 ANSWER_TIMEOUT_S = 600.0  # seconds that a call may wait for its answer
 MAX_OPTION_CHARS = 4096  # characters of the options of a chat template
 STREAM_PIECE_CHARS = 16  # characters of a streamed piece
-REPLACEMENT_CHAR = "\ufffd"  # decoders' replacement for a part of a character
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SHOWN_BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _HIDDEN_BYTES = [byte for byte in range(256) if byte not in _SHOWN_BYTES]
@@ -89,7 +88,6 @@ class CompletionResult:
 
     id: str
     model: str
-    source: SamplerRef
     choices: list[Choice]
     prompt_tokens: int
 
@@ -245,7 +243,7 @@ async def _answer(
     results = [await run_in_threadpool(_result, queue.context, owner, id) for id in ids]
     sequences = list(chain.from_iterable(result["sequences"] for result in results))
     choices = [_choice(i, sequence, source, call.stops) for i, sequence in enumerate(sequences)]
-    return CompletionResult(ids[0], call.model, source, choices, sum(len(prompt) for prompt in prompts))
+    return CompletionResult(ids[0], call.model, choices, sum(len(prompt) for prompt in prompts))
 
 
 def _job(
