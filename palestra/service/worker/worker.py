@@ -276,13 +276,13 @@ class Worker:
 
     def _reverse_kl(self, live_model: LiveModel, job: ReverseKLJob) -> ReverseKL:
         reference = self.live_models.snapshot(live_model.base, job.folder)
-        lessons = [
+        examples = [
             DistillExample(
                 np.array(x.student), np.array(x.reference), np.array(x.answer), np.array(x.weights, np.float32)
             )
             for x in job.lessons
         ]
-        return ReverseKL(live_model.base.engine, reference, lessons, temperature=job.temperature)
+        return ReverseKL(live_model.base.engine, reference, examples, temperature=job.temperature)
 
     def _on_outcome(self, work: TrainRequest, outcome: JobResult | Exception) -> None:
         self.outbox.run_guarded(work.row, partial(self._record_result, work, outcome))
@@ -325,11 +325,10 @@ class Worker:
         """Removes what has expired: idle models, checkpoints past their time to live, unreferenced folders, old
         answers."""
         self._last_sweep = time.monotonic()
-        now = time.time()
         for live_model in self.live_models.evictable(self.settings.idle):
             self._log_errors(partial(self._release, live_model))
         self.flush()
-        self.store.expire(now)
+        self.store.expire(time.time())
         self._log_errors(lambda: self.weight_store.sweep(self.store.referenced_folders()))
 
     def _report_status(self) -> None:

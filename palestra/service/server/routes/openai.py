@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import itertools
 import json
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -319,7 +318,7 @@ def _tokens(choice: Choice, source: SamplerRef, wanted: int | None) -> dict[str,
         return None
     decode = source.base.tokenizer.decode
     texts = [decode([id]) for id in choice.token_ids]
-    starts = list(itertools.accumulate((len(text) for text in texts[:-1]), initial=0))
+    starts = list(accumulate((len(text) for text in texts[:-1]), initial=0))
     best = [{decode([id]): logp for id, logp in row or ()} for row in choice.alternatives or ()] or None
     return {"tokens": texts, "token_logprobs": choice.logprobs, "top_logprobs": best, "text_offset": starts}
 
@@ -390,4 +389,4 @@ def _stream(
             yield {**head, "choices": [], "usage": answer.usage}
 
     lines = (f"data: {json.dumps(event)}\n\n" for event in events())
-    return StreamingResponse(itertools.chain(lines, ["data: [DONE]\n\n"]), media_type="text/event-stream")
+    return StreamingResponse(chain(lines, ["data: [DONE]\n\n"]), media_type="text/event-stream")
