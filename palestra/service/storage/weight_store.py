@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from palestra.core.files import TEMPORARY_PREFIX, atomic_folder, checksums
 from palestra.service.wire.schemas.weights import MANIFEST
@@ -52,6 +52,11 @@ class TinkerPath(NamedTuple):
     def id(self) -> str:
         """The checkpoint id on the wire, such as "weights/step-10"."""
         return f"{KIND_SEGMENTS[self.kind]}/{self.name}"
+
+    def row(self, **values: Any) -> dict[str, Any]:
+        """Returns the row of a new checkpoint at this path, which has no time to live unless `values` give one."""
+        own = {"path": str(self), "run": self.run, "kind": self.kind, "created": time.time()}
+        return {**own, "expires": None, "public": False, **values}
 
 
 class WeightsDamaged(ValueError):

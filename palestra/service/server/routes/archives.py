@@ -143,8 +143,7 @@ def _take_in(ctx: ServiceContext, owner: str, file: BinaryIO, named: str | None)
 def _add_checkpoint(ctx: ServiceContext, path: TinkerPath, adapter: Path, **values: Any) -> None:
     """Moves the files in the folder `adapter` to the weight store, as a checkpoint at `path` if there is none."""
     folder, size = ctx.weight_store.write(lambda place: _move(adapter, place))
-    values |= {"path": str(path), "run": path.run, "kind": path.kind, "folder": folder, "size": size}
-    ctx.store.insert(checkpoints, **values, created=time.time(), expires=None, public=False)
+    ctx.store.insert(checkpoints, **path.row(folder=folder, size=size, **values))
 
 
 def _move(source: Path, target: Path) -> None:

@@ -352,10 +352,10 @@ def copy_weights(
     seed = f"{owner} {unique}" if call.session_id is None or call.model_seq_id is None else f"{owner} {slot}"
     run = f"copy-{hashlib.blake2b(seed.encode(), digest_size=8).hexdigest()}"
     path = TinkerPath(run, source.kind, TinkerPath.parse(source.path).name)
-    kept = {name: getattr(source, name) for name in ("kind", "base", "lora", "folder", "size")}
-    own = {"path": str(path), "owner": owner, "run": run, "created": time.time(), "public": False}
-    own["info"] = source.info | {"project": call.destination_project_id}
-    if not ctx.store.insert(checkpoints, **kept, **own, expires=_expires(call.ttl_seconds)):
+    kept = {name: getattr(source, name) for name in ("base", "lora", "folder", "size")}
+    info = source.info | {"project": call.destination_project_id}
+    row = path.row(**kept, owner=owner, info=info, expires=_expires(call.ttl_seconds))
+    if not ctx.store.insert(checkpoints, **row):
         there = ctx.checkpoint(owner, path)
         if there.folder != source.folder:
             raise BadRequest(f"{path} is a copy of other weights: take another model_seq_id")
