@@ -130,8 +130,8 @@ class Store:
         """Queues a request and returns its id; if `key` exists, returns the id of the earlier request. `answer` are
         columns that hold its answer, if that is known."""
         id = uuid.uuid4().hex
-        row = {"id": id, "owner": owner, "kind": kind, "body": body, "key": key, "model": model, "seq": seq}
-        row |= {"state": "queued", "created": time.time(), **answer}
+        row: dict[str, Any] = {"id": id, "owner": owner, "kind": kind, "body": body, "key": key, "model": model}
+        row |= {"seq": seq, "state": "queued", "created": time.time(), **answer}
         try:
             self.execute(sql.insert(requests).values(row))
         except IntegrityError:
