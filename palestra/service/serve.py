@@ -121,7 +121,7 @@ def hold_data(options: ServeOptions) -> AbstractContextManager[Any]:
 def _context(options: ServeOptions, url: str) -> ServiceContext:
     wakeup, _ = WakeupSocket.pair()  # replaced when a worker starts
     keys = ApiKeys(options.auth, _secret(options.data / "secret"))
-    store = Store.open(url)
+    store = Store(url)
     store.bind_data_folder(keys.sign("data folder"))
     return ServiceContext(
         store=store,

@@ -70,7 +70,7 @@ class Front:
         lora = {"rank": 4, "seed": None, "train_mlp": True, "train_attn": True, "train_unembed": True}
         values = {"path": str(path), "owner": of, "run": model, "kind": kind, "base": "tiny", "lora": lora}
         values |= {"folder": folder, "size": size, "created": 1.0, "expires": None, "public": False, "info": {}}
-        self.context.store.apply_updates(upsert_row(checkpoints, values))
+        self.context.store.execute(*upsert_row(checkpoints, values))
         return str(path)
 
 

@@ -54,7 +54,7 @@ def postgres(postgresql: str) -> Iterator[str]:
 
 @pytest.fixture
 def context(tmp_path: Path, tiny: Any) -> Iterator[ServiceContext]:
-    store = Store.open(f"sqlite:///{tmp_path / 'store.sqlite'}")
+    store = Store(f"sqlite:///{tmp_path / 'store.sqlite'}")
     ours, theirs = WakeupSocket.pair()
     theirs.sock.close()  # no worker wakes this front end
     limits = ClientLimits(body=200_000, poll=0.05, models=3, queue=50)

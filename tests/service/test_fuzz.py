@@ -60,7 +60,7 @@ class Target(Front):
         limits = ClientLimits(body=2_000_000, upload=2_000_000, poll=0.0, models=10_000, queue=100_000)
         keys = {name: add_key(data / "keys", name) for name in ("ada", "bob")}
         described = load_base_info("small", str(base), {"tiny": "small"})
-        store, vault = Store.open(url), WeightStore(data / "weights")
+        store, vault = Store(url), WeightStore(data / "weights")
         context = ServiceContext(store, vault, ApiKeys(data / "keys"), {"small": described}, bells[0], limits)
         super().__init__(context)
         self.keys = keys

@@ -187,7 +187,7 @@ class Client(threading.Thread):
 
 def checksum(data: Path, path: str) -> str:
     """The checksum of the weights at a path, which must be complete."""
-    store = Store.open(f"sqlite:///{data / 'store.sqlite'}")
+    store = Store(f"sqlite:///{data / 'store.sqlite'}")
     row = store.get(checkpoints, path)
     store.close()
     assert row is not None, f"{path} was acknowledged and is gone"
@@ -240,7 +240,7 @@ class Load:
 
 def unsaved(data: Path) -> None:
     """Returns while a model has steps that were not saved."""
-    store, until = Store.open(f"sqlite:///{data / 'store.sqlite'}"), time.monotonic() + SILENCE
+    store, until = Store(f"sqlite:///{data / 'store.sqlite'}"), time.monotonic() + SILENCE
     while not store.count(models, models.c.changed > models.c.kept, models.c.state == "live"):
         assert time.monotonic() < until
     store.close()
@@ -346,7 +346,7 @@ def complete(server: Server) -> str:
 
 
 def in_flight(data: Path, ids: list[str]) -> bool:
-    store = Store.open(f"sqlite:///{data / 'store.sqlite'}")
+    store = Store(f"sqlite:///{data / 'store.sqlite'}")
     rows = store.find(requests, requests.c.id.in_(ids))
     store.close()
     assert all(row.finished is None for row in rows), "answered before the signal"

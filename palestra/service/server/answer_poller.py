@@ -54,14 +54,11 @@ class AnswerPoller:
         except TimeoutError:
             return False
         finally:
-            self._forget(ids, answered)
+            for id in ids:
+                self._waiting[id].discard(answered)
+                if not self._waiting[id]:
+                    del self._waiting[id]
         return not self.is_closed
-
-    def _forget(self, ids: Sequence[str], answered: asyncio.Event) -> None:
-        for id in ids:
-            self._waiting[id].discard(answered)
-            if not self._waiting[id]:
-                del self._waiting[id]
 
     async def _look(self) -> None:
         while self._waiting:

@@ -71,7 +71,8 @@ def create_app(
     for router, prefix in ROUTERS:
         app.include_router(router, prefix=prefix)
     app.add_exception_handler(BadRequest, _bad_request)
-    app.add_exception_handler(RequestRejected, _close_connection)
+    # of a body that arrives too slowly: the rest of it is not read
+    app.add_exception_handler(RequestRejected, _answer_with(None, headers={"Connection": "close"}))
     app.add_exception_handler(ClientDisconnect, _answer_with(499, "the client disconnected"))  # it reads no answer
     app.add_exception_handler(WeightsDamaged, _answer_with(410))
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -103,11 +104,11 @@ class MountPrefix:
         await self.app({**scope, "root_path": self.prefix}, receive, send)
 
 
-def _answer_with(status: int, detail: str = "", headers: dict[str, str] | None = None) -> Any:
-    """Returns an error handler that answers with `status` and `detail`, or else the error's own message."""
+def _answer_with(status: int | None, detail: str = "", headers: dict[str, str] | None = None) -> Any:
+    """Returns an error handler that answers with `status` and `detail`, or else with those of the error itself."""
 
-    async def answer(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse({"detail": detail or str(error)}, status, headers)
+    async def answer(request: Request, error: Any) -> JSONResponse:
+        return JSONResponse({"detail": detail or str(error)}, status or error.status, headers)
 
     return answer
 
@@ -118,12 +119,6 @@ async def _bad_request(request: Request, error: Exception) -> JSONResponse:
     if "/oai/" in request.url.path:
         body |= error_body(error.status, str(error))
     return JSONResponse(body, error.status, RETRY_HEADERS if error.status in (429, 503) else None)
-
-
-async def _close_connection(request: Request, error: Exception) -> JSONResponse:
-    """Answers a body that arrives too slowly; the connection is closed, since the rest of it is not read."""
-    assert isinstance(error, RequestRejected)
-    return JSONResponse({"detail": str(error)}, error.status, {"Connection": "close"})
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:

@@ -13,6 +13,7 @@ import zstandard
 from fastapi import Depends, Request
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel
+from starlette.types import Message
 
 from palestra.core.http.limits import bearer_token
 from palestra.service.server.state import ServiceContext
@@ -165,14 +166,10 @@ async def read_body(request: Request, context: ContextDep, owner: OwnerDep) -> b
     limit = context.limits.body
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limit:
-        raise body_too_long(limit)
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise body_too_long(limit)
+        raise _body_too_long(limit)
+    body = await limit_body(request, limit).body()
     encoding = request.headers.get("content-encoding", "").strip().lower()
-    return await run_in_threadpool(decompress_body, bytes(body), encoding, limit) if encoding else bytes(body)
+    return await run_in_threadpool(decompress_body, body, encoding, limit) if encoding else body
 
 
 def decompress_body(body: bytes, encoding: str, limit: int) -> bytes:
@@ -187,7 +184,7 @@ def decompress_body(body: bytes, encoding: str, limit: int) -> bytes:
     except (zlib.error, zstandard.ZstdError) as error:
         raise BadRequest(f"the body is not {encoding}: {error}") from None
     if len(plain) > limit:
-        raise body_too_long(limit)
+        raise _body_too_long(limit)
     return plain
 
 
@@ -202,7 +199,22 @@ def _gunzip(body: bytes, most: int) -> bytes:
 _UNPACK = {"zstd": _unzstd, "gzip": _gunzip}
 
 
-def body_too_long(limit: int) -> BadRequest:
+def limit_body(request: Request, limit: int) -> Request:
+    """Returns the request with a body limit: raises BadRequest (413) once more than `limit` bytes have arrived."""
+    left = limit
+
+    async def receive() -> Message:
+        nonlocal left
+        message = await request.receive()
+        left -= len(message.get("body", b""))
+        if left < 0:
+            raise _body_too_long(limit)
+        return message
+
+    return Request(request.scope, receive)
+
+
+def _body_too_long(limit: int) -> BadRequest:
     """Returns the BadRequest (413) for a body that is longer than `limit` bytes."""
     return BadRequest(f"the body is longer than {limit} bytes: send the data in several requests", 413)
 

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from palestra.service.server.deps import OwnerDep
 from palestra.service.storage.store import Store
+from palestra.service.storage.tables import models
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # upper ends of the buckets
 UNKNOWN = "unknown"  # the endpoint of requests to addresses that the service does not have
@@ -47,14 +48,6 @@ class ServiceMetrics:
         self.registry.register(_QueueCollector(store))
         ProcessCollector(registry=self.registry)
 
-    def observe(self, method: str, endpoint: str, status: int, seconds: float) -> None:
-        """Counts an answered request."""
-        self.requests.labels(method, endpoint, f"{status // 100}xx").observe(seconds)
-
-    def exposition(self) -> bytes:
-        """Returns all metrics in Prometheus's text format."""
-        return bytes(generate_latest(self.registry))
-
 
 class _QueueCollector(Collector):
     """Reads the gauges from the store at each scrape."""
@@ -75,7 +68,7 @@ class _QueueCollector(Collector):
             ("requests_waiting", "Training and sampling calls without an answer", depth.num_requests),
             ("request_bytes_waiting", "Bytes of the bodies of calls without an answer", depth.num_bytes),
             ("oldest_request_seconds", "Age of the oldest call without an answer", age),
-            ("models", "Models in training", self.store.num_models()),
+            ("models", "Models in training", self.store.count(models, models.c.state == "live")),
         ):
             yield GaugeMetricFamily(f"palestra_{name}", text, value=value)
 
@@ -104,11 +97,12 @@ class MetricsMiddleware:
             await self.app(scope, receive, note_status)
         finally:
             endpoint = getattr(scope.get("endpoint"), "__name__", UNKNOWN)
-            self.metrics.observe(scope["method"], endpoint, status, time.perf_counter() - start)
+            series = self.metrics.requests.labels(scope["method"], endpoint, f"{status // 100}xx")
+            series.observe(time.perf_counter() - start)
 
 
 @router.get("/metrics")
 def metrics(request: Request, owner: OwnerDep) -> Response:
     """Returns the metrics. Needs an API key, as everything else: Prometheus sends it as `authorization`."""
     found: ServiceMetrics = request.app.state.metrics
-    return Response(found.exposition(), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(found.registry), media_type=CONTENT_TYPE_LATEST)

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from palestra.service.server.api_keys import ApiKeys
 from palestra.service.storage.store import Store
-from palestra.service.storage.tables import TableRow, checkpoints, models, samplers, sessions, uploads
+from palestra.service.storage.tables import TableRow, checkpoints, models, samplers, sessions
 from palestra.service.storage.wakeup import WakeupSocket
 from palestra.service.storage.weight_store import TinkerPath, WeightStore
 from palestra.service.wire.schemas.wire_model import BadRequest
@@ -85,22 +85,18 @@ class ServiceContext:
 
     def session(self, owner: str, id: str) -> TableRow:
         """Returns the owner's session. Raises BadRequest (404) if there is none."""
-        return self._own(sessions, owner, id, "session")
+        return self.own_row(sessions, owner, id, "session")
 
     def model(self, owner: str, id: str) -> TableRow:
         """Returns the owner's model. Raises BadRequest (404) if there is none or it was unloaded."""
-        row = self._own(models, owner, id, "model")
+        row = self.own_row(models, owner, id, "model")
         if row.state == "gone":
             raise BadRequest(f"model {id} was unloaded: create a new one", 404)
         return row
 
     def sampler(self, owner: str, id: str) -> TableRow:
         """Returns the owner's sampler. Raises BadRequest (404) if there is none."""
-        return self._own(samplers, owner, id, "sampler")
-
-    def upload(self, owner: str, id: str) -> TableRow:
-        """Returns the owner's upload. Raises BadRequest (404) if there is none or it has expired."""
-        return self._own(uploads, owner, id, "upload")
+        return self.own_row(samplers, owner, id, "sampler")
 
     def checkpoint(self, owner: str, path: str | TinkerPath, *, to_change: bool = False) -> TableRow:
         """Returns the checkpoint at a tinker:// path that `owner` may read, or owns if `to_change` is true. Raises
@@ -112,7 +108,8 @@ class ServiceContext:
             raise BadRequest(f"there are no weights at {path}, or they are not yours", 404)
         return row
 
-    def _own(self, table: sql.Table, owner: str, id: str, what: str) -> TableRow:
+    def own_row(self, table: sql.Table, owner: str, id: str, what: str) -> TableRow:
+        """Returns the owner's row with this primary key. Raises BadRequest (404) if there is none."""
         row = self.store.get(table, id)
         if row is None or row.owner != owner:
             raise BadRequest(f'there is no {what} "{id[:200]}", or it is not yours', 404)

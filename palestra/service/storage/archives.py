@@ -20,8 +20,7 @@ from safetensors import SafetensorError, safe_open
 from palestra.engine.bases.names import model_without_weights
 from palestra.engine.lora.adapters import find_linear_layers, is_in_layer, layer_shape
 from palestra.engine.training.peft_format import PEFT_PREFIX, check_plain_lora
-from palestra.service.wire.jobs import LoraSettings
-from palestra.service.wire.schemas.requests import MAX_EXACT_INT, MAX_RANK
+from palestra.service.wire.schemas.requests import MAX_EXACT_INT, MAX_RANK, LoraConfig
 from palestra.service.wire.schemas.wire_model import BadRequest
 
 CONFIG_FILE = "adapter_config.json"
@@ -169,7 +168,7 @@ def _check_shapes(found: dict[str, tuple[int, ...]], rank: int, shapes: dict[str
     return sorted(names)
 
 
-def lora_targets(linear_layers: Iterable[str], lora: LoraSettings) -> list[str]:
+def lora_targets(linear_layers: Iterable[str], lora: LoraConfig) -> list[str]:
     """Returns the names of the linear layers that the three switches select."""
 
     def is_selected(name: str) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
@@ -73,33 +73,26 @@ class StoredAnswer:
 class Store:
     """Queries on one database; safe to use from several threads and processes.
 
-    Raises ValueError if the tables were created by an incompatible version.
+    Opens the database at `url` (`sqlite:///path` or `postgresql+psycopg://...`), creating its tables if it is new;
+    `on_error` handles outages (see `Database`). Raises ValueError if it cannot be opened, or its tables were created by
+    an incompatible version.
     """
 
-    def __init__(self, database: Database) -> None:
-        self.database = database
-        meta.create_all(database.engine)
-        found = sql.inspect(database.engine)
+    def __init__(self, url: str, on_error: ErrorHandler = raise_error) -> None:
+        self.database = Database(url, on_error)
+        engine = self.database.engine
+        meta.create_all(engine)
+        found = sql.inspect(engine)
         for table in meta.sorted_tables:
             missing = set(table.c.keys()) - {column["name"] for column in found.get_columns(table.name)}
             if missing:
+                self.close()
                 raise ValueError(
-                    f"the database {database} was made by another version of palestra: its {table.name} have no "
+                    f"the database {self.database} was made by another version of palestra: its {table.name} have no "
                     f"{sorted(missing)[0]}. Serve with another --data (or --store), or with that version."
                 )
         for index in requests.indexes:  # of a database that was made without it
-            index.create(database.engine, checkfirst=True)
-
-    @classmethod
-    def open(cls, url: str, on_error: ErrorHandler = raise_error) -> Self:
-        """Opens the database at `url` (`sqlite:///path` or `postgresql+psycopg://...`), creating its tables if it is
-        new; `on_error` handles outages (see `Database`). Raises ValueError if it cannot be opened."""
-        database = Database(url, on_error)
-        try:
-            return cls(database)
-        except ValueError:
-            database.engine.dispose()
-            raise
+            index.create(engine, checkfirst=True)
 
     def close(self) -> None:
         """Closes all connections."""
@@ -127,31 +120,32 @@ class Store:
         self,
         owner: str,
         kind: str,
-        body: bytes,
+        body: bytes | None,
         *,
         key: str | None = None,
         model: str | None = None,
         seq: int | None = None,
+        **answer: Any,
     ) -> str:
-        """Queues a request and returns its id; if `key` exists, returns the id of the earlier request."""
-        return self._queue(owner=owner, kind=kind, body=body, key=key, model=model, seq=seq)
-
-    def reject(self, owner: str, kind: str, message: str, *, key: str, model: str, seq: int) -> str:
-        """Records that request `seq` of a model was rejected: it is queued together with its answer, to keep its place
-        in the order."""
-        refusal = {"result": StoredAnswer.failure("", message).result, "result_kind": "json"}
-        return self._queue(owner=owner, kind=kind, key=key, model=model, seq=seq, **refusal)
-
-    def _queue(self, *, key: str | None, **values: Any) -> str:
-        row = values | {"id": uuid.uuid4().hex, "key": key, "state": "queued", "created": time.time()}
+        """Queues a request and returns its id; if `key` exists, returns the id of the earlier request. `answer` are
+        columns that hold its answer, if that is known."""
+        id = uuid.uuid4().hex
+        row: dict[str, Any] = {"id": id, "owner": owner, "kind": kind, "body": body, "key": key, "model": model}
+        row |= {"seq": seq, "state": "queued", "created": time.time(), **answer}
         try:
-            self._write(sql.insert(requests).values(row))
+            self.execute(sql.insert(requests).values(row))
         except IntegrityError:
             found = self._value(sql.select(requests.c.id).where(requests.c.key == key))
             if found is None:
                 raise
             return str(found)
-        return str(row["id"])
+        return id
+
+    def reject(self, owner: str, kind: str, message: str, *, key: str, model: str, seq: int) -> str:
+        """Records that request `seq` of a model was rejected: it is queued together with its answer, to keep its place
+        in the order."""
+        result = StoredAnswer.failure("", message).result
+        return self.submit(owner, kind, None, key=key, model=model, seq=seq, result=result, result_kind="json")
 
     def take_queued(self) -> list[TableRow]:
         """Marks all queued requests as taken and returns them in order of arrival."""
@@ -165,21 +159,15 @@ class Store:
     def release_taken(self) -> None:
         """Queues again all taken requests that the worker did not run."""
         again = {"state": "queued", "takes": 0}
-        self._write(sql.update(requests).where(requests.c.state == "taken").values(again))
+        self.execute(sql.update(requests).where(requests.c.state == "taken").values(again))
 
     def requeue_after_crash(self) -> None:
         """Queues again the requests taken by a worker that died. A request that was running at `MAX_TAKES` deaths may
         be their cause and is answered with an error."""
         message = f"the server's worker died {MAX_TAKES} times while this request was under way: make it smaller"
-        poison = StoredAnswer.failure("", message, "server")
-        values = {
-            "state": "failed",
-            "result": poison.result,
-            "result_kind": "json",
-            "finished": _next_finished(time.time()),
-        }
+        values = _failure_columns(message, "server")
         taken = requests.c.state == "taken"
-        self._write(
+        self.execute(
             *self._answers_lock(),
             sql.update(requests).where(taken, requests.c.takes >= MAX_TAKES).values(values),
             sql.update(requests).where(taken).values(state="queued"),
@@ -188,23 +176,18 @@ class Store:
     def write_answers(self, answers: Iterable[StoredAnswer], updates: Iterable[sql.Executable] = ()) -> None:
         """Writes answers and the row updates of their requests in one transaction."""
         parameters = [_answer_parameters(answer) for answer in answers]
-        statements = list(updates)
-        try:
-            self._write_answers(statements, _ANSWER, parameters)
-        except IntegrityError:  # a front end inserted the same key concurrently; the retry replaces its row
-            self._write_answers(statements, _ANSWER, parameters)
+        statements = [*self._answers_lock(), *updates]
 
-    def _write_answers(
-        self, statements: Sequence[sql.Executable], answer: sql.Update, parameters: Sequence[Mapping[str, Any]]
-    ) -> int:
-        """Executes the statements, and then `answer` with each of `parameters`. Returns the number of answered rows."""
-
-        def work(connection: sql.Connection) -> int:
-            for statement in (*self._answers_lock(), *statements):
+        def work(connection: sql.Connection) -> None:
+            for statement in statements:
                 connection.execute(statement)
-            return connection.execute(answer, parameters).rowcount if parameters else 0
+            if parameters:
+                connection.execute(_ANSWER, parameters)
 
-        return self.database.write(work)
+        try:
+            self.database.write(work)
+        except IntegrityError:  # a front end inserted the same key concurrently; the retry replaces its row
+            self.database.write(work)
 
     def get_request(self, owner: str, id: str) -> TableRow | None:
         """Returns the owner's request with this id, or None."""
@@ -217,9 +200,10 @@ class Store:
 
     def cancel(self, owner: str, id: str) -> bool:
         """Answers a queued sample with "cancelled". Returns False if it has started or does not exist."""
-        mine = (requests.c.owner == owner, requests.c.kind == "sample", requests.c.state == "queued")
-        refusal = StoredAnswer.failure(id, "cancelled by its client")
-        return self._write_answers((), _ANSWER.where(*mine), [_answer_parameters(refusal)]) > 0
+        mine = (requests.c.id == id, requests.c.owner == owner)
+        waiting = (requests.c.kind == "sample", requests.c.state == "queued")
+        values = _failure_columns("cancelled by its client") | {"body": None}
+        return self.execute(*self._answers_lock(), sql.update(requests).where(*mine, *waiting).values(values)) > 0
 
     def queue_depth(self, owner: str | None = None) -> QueueDepth:
         """Returns the unanswered requests of `owner`, or of all owners."""
@@ -236,10 +220,6 @@ class Store:
         found: float | None = self._value(sql.select(sql.func.min(requests.c.created)).where(unanswered))
         return found
 
-    def num_models(self) -> int:
-        """Returns the number of models in training, of all owners."""
-        return int(self._value(sql.select(sql.func.count()).where(models.c.state == "live")))
-
     def last_seq(self, model: str) -> int:
         """Returns the highest sequence number of a model's answered requests, or -1. The model's creation is number 0;
         clients number from 1."""
@@ -251,7 +231,7 @@ class Store:
         """Deletes answers that are older than a day, expired checkpoints and uploads, and samplers of sessions that
         were unused for a day. `now` is in seconds since 1970."""
         over = sql.select(sessions.c.id).where(sessions.c.seen < now - ANSWER_TTL_S)
-        self._write(
+        self.execute(
             sql.delete(requests).where(requests.c.finished < now - ANSWER_TTL_S),
             sql.delete(checkpoints).where(checkpoints.c.expires < now),
             sql.delete(samplers).where(samplers.c.session.in_(over)),
@@ -268,7 +248,7 @@ class Store:
     def insert(self, table: sql.Table, **values: Any) -> bool:
         """Inserts a row. Returns False if its primary key exists."""
         try:
-            self._write(sql.insert(table).values(values))
+            self.execute(sql.insert(table).values(values))
         except IntegrityError:
             return False
         return True
@@ -280,11 +260,18 @@ class Store:
 
     def update(self, table: sql.Table, id: str, **values: Any) -> None:
         """Updates columns of the row with this primary key."""
-        self.apply_updates([update_row(table, id, **values)])
+        self.execute(update_row(table, id, **values))
 
-    def apply_updates(self, updates: Iterable[sql.Executable]) -> None:
-        """Executes several updates in one transaction."""
-        self._write(*updates)
+    def execute(self, *statements: sql.Executable) -> int:
+        """Executes the statements in one transaction. Returns the number of rows affected by the last one."""
+
+        def work(connection: sql.Connection) -> int:
+            met = 0
+            for statement in statements:
+                met = connection.execute(statement).rowcount
+            return met
+
+        return self.database.write(work)
 
     def find(
         self, table: sql.Table, *where: sql.ColumnElement[bool], limit: int = 1000, offset: int = 0
@@ -303,17 +290,6 @@ class Store:
         lock = sql.select(sql.func.pg_advisory_xact_lock(ANSWERS_LOCK_KEY))
         return [lock] if self.database.engine.dialect.name == "postgresql" else []
 
-    def _write(self, *statements: sql.Executable) -> int:
-        """Executes the statements in one transaction. Returns the number of rows affected by the last one."""
-
-        def work(connection: sql.Connection) -> int:
-            met = 0
-            for statement in statements:
-                met = connection.execute(statement).rowcount
-            return met
-
-        return self.database.write(work)
-
     def _first(self, query: sql.Select[*tuple[Any, ...]]) -> TableRow | None:
         return self.database.read(lambda connection: connection.execute(query).first())
 
@@ -331,6 +307,13 @@ def _next_finished(now: Any) -> sql.ColumnElement[float]:
     others = requests.alias()
     latest = sql.select(sql.func.coalesce(sql.func.max(others.c.finished), 0.0)).scalar_subquery()
     return sql.case((latest + ANSWER_STEP_S > now, latest + ANSWER_STEP_S), else_=now)
+
+
+def _failure_columns(message: str, category: ErrorCategory = "user") -> dict[str, Any]:
+    """Returns the columns of a request that is answered with an error now."""
+    result = StoredAnswer.failure("", message, category).result
+    finished = _next_finished(time.time())
+    return {"state": "failed", "result": result, "result_kind": "json", "finished": finished}
 
 
 def _answer_parameters(done: StoredAnswer) -> dict[str, Any]:

@@ -6,7 +6,6 @@ The server generates folder names, so that no name from a client becomes a file 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -14,15 +13,15 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
-from palestra.core.files import TEMPORARY_PREFIX, atomic_folder
+from palestra.core.files import TEMPORARY_PREFIX, atomic_folder, checksums
 from palestra.service.wire.schemas.weights import MANIFEST
 from palestra.service.wire.schemas.wire_model import BadRequest
 
 MIN_SWEEP_AGE_S = 600.0  # seconds for which a new folder is kept: its row may not be written yet
 KIND_SEGMENTS = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
-_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
+_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9_.\-]{1,200}")
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:\-]{0,300}")
 
 
@@ -40,7 +39,7 @@ class TinkerPath(NamedTuple):
         parts = rest.split("/")
         kinds = {word: kind for kind, word in KIND_SEGMENTS.items()}
         good = scheme in ("tinker", "mint") and len(parts) == 3 and parts[1] in kinds
-        if not good or not _RUN.fullmatch(parts[0]) or not is_valid_name(parts[2]):
+        if not good or not _RUN.fullmatch(parts[0]) or not _NAME.fullmatch(parts[2]):
             raise BadRequest(
                 f'"{text[:200]}" is not a path of weights: write tinker://<run>/<{"|".join(kinds)}>/<name>'
             )
@@ -54,10 +53,10 @@ class TinkerPath(NamedTuple):
         """The checkpoint id on the wire, such as "weights/step-10"."""
         return f"{KIND_SEGMENTS[self.kind]}/{self.name}"
 
-
-def is_valid_name(name: str) -> bool:
-    """Returns True if a client may give weights this name."""
-    return bool(_NAME.fullmatch(name)) and set(name) != {"."}
+    def row(self, **values: Any) -> dict[str, Any]:
+        """Returns the row of a new checkpoint at this path, which has no time to live unless `values` give one."""
+        own = {"path": str(self), "run": self.run, "kind": self.kind, "created": time.time()}
+        return {**own, "expires": None, "public": False, **values}
 
 
 class WeightsDamaged(ValueError):
@@ -113,10 +112,4 @@ class WeightStore:
 
 
 def _sums(folder: Path) -> dict[str, str]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-    return {str(path.relative_to(folder)): _sum(path) for path in files}
-
-
-def _sum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {name: file["sha256"] for name, file in checksums(folder).items() if name != MANIFEST}

@@ -1,19 +1,18 @@
-"""Decoding of training data, and encoding of gradient results and samples, as protobuf and JSON.
+"""Decoding of training data, and encoding of gradient results, as protobuf and JSON.
 
-Protobuf is the form in which results are stored; JSON is translated from it. Malformed bytes raise BadRequest only.
-Memory use is proportional to the size of the input, except for sparse tensors: those of one call may have
-`tensors.MAX_SPARSE_CELLS` cells in total.
+Protobuf is the form in which results are stored; JSON is translated from it. `worker/encoding.py` encodes samples.
+Malformed bytes raise BadRequest only. Memory use is proportional to the size of the input, except for
+sparse tensors: those of one call may have `tensors.MAX_SPARSE_CELLS` cells in total.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from itertools import chain, groupby, pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -28,8 +27,8 @@ from palestra.service.wire.schemas.wire_model import BadRequest, parse_body
 
 EMPTY_LOGPROB = -99999.0  # log-probability of an empty cell of a top-k matrix; its token is 0
 T = TypeVar("T")
-_STOPS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
-_STOP_NAMES = {number: name for name, number in _STOPS.items()}
+STOPS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
+_STOP_NAMES = {number: name for name, number in STOPS.items()}
 
 
 @dataclass(frozen=True)
@@ -43,41 +42,6 @@ class TrainCall:
     options: Mapping[str, float | str]
     data: list[Datum]
     forward_only: bool
-
-
-class TopK(NamedTuple):
-    """The most likely (or sampled) tokens at each position and their log-probabilities, both [N, K]. NaN marks an empty
-    cell."""
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-
-
-@dataclass(frozen=True)
-class SampledSequence:
-    """One sampled completion: `tokens` and `logprobs` are [T]; `stop` is "stop" or "length"."""
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    stop_reason: str
-    topk: TopK | None = None
-
-
-@dataclass(frozen=True)
-class PromptScores:
-    """Prompt log-probabilities of a sampling call with a prompt of P tokens. None means not requested.
-
-    `logprobs` [P] is NaN where there is none. `target_logprobs` [P-1, K] holds the log-probabilities of the requested
-    ids, 0 where none was requested; with `target_mask` [P-1, K], bool, it is sent as a sparse tensor of those cells.
-    `sampled_alternatives` is [P-1, K]. `num_cached_tokens` counts prompt tokens taken from the cache.
-    """
-
-    logprobs: np.ndarray | None = None
-    topk: TopK | None = None
-    target_logprobs: np.ndarray | None = None
-    target_mask: np.ndarray | None = None
-    sampled_alternatives: TopK | None = None
-    num_cached_tokens: int = 0
 
 
 # Training data
@@ -220,7 +184,7 @@ def encode_forward_backward(outputs: Sequence[Mapping[str, np.ndarray]], metrics
     """
     assert all(name.count(":") == 1 for name in metrics), "clients split the name of a metric at its colon"
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
-    for _, alike in itertools.groupby(outputs, _layout):
+    for _, alike in groupby(outputs, _layout):
         message.loss_fn_outputs.append(_record(list(alike)))
     return message.SerializeToString()
 
@@ -256,12 +220,16 @@ def forward_backward_to_json(result: bytes) -> bytes:
 def _split_record(record: pb.ArrayRecord) -> list[dict[str, Any]]:
     datums: list[dict[str, Any]] = [{} for _ in range(record.num_datums)]
     for name, batched in record.fields.items():
-        ends = tensors.decode_values(batched.offsets, pb.DTYPE_INT64)
-        for datum, start, end in zip(datums, ends[:-1], ends[1:], strict=True):
-            values = tensors.decode_values(batched.data[start:end], batched.dtype)
+        for datum, values in zip(datums, split_tensor(batched), strict=True):
             rows = values.size // (math.prod(batched.trailing_shape) or 1)
             datum[name] = _tensor_json(values.reshape(rows, *batched.trailing_shape))
     return datums
+
+
+def split_tensor(batched: pb.BatchedTensor) -> list[np.ndarray]:
+    """Returns the values of each datum, one-dimensional."""
+    ends = tensors.decode_values(batched.offsets, pb.DTYPE_INT64)
+    return [tensors.decode_values(batched.data[start:end], batched.dtype) for start, end in pairwise(ends)]
 
 
 def _tensor_json(array: np.ndarray) -> dict[str, Any]:
@@ -271,60 +239,6 @@ def _tensor_json(array: np.ndarray) -> dict[str, Any]:
 
 def _json(tree: Any) -> bytes:
     return to_json(tree, inf_nan_mode="constants")
-
-
-# Sampling results
-
-
-def encode_sample(sequences: Iterable[SampledSequence], prompt: PromptScores = PromptScores()) -> bytes:
-    """Encodes a SampleResponse: token ids as int32, log-probabilities as float32."""
-    message = pb.SampleResponse(prompt_cache_hit_tokens=prompt.num_cached_tokens)
-    for sequence in sequences:
-        message.sequences.append(
-            pb.SampledSequence(
-                stop_reason=_STOPS[sequence.stop_reason],
-                tokens=tensors.encode_values(sequence.tokens, pb.DTYPE_INT32),
-                logprobs=tensors.encode_values(sequence.logprobs, pb.DTYPE_FLOAT32),
-                topk_sampled_logprobs=None if sequence.topk is None else _topk(sequence.topk),
-            )
-        )
-    if prompt.logprobs is not None:
-        message.prompt_logprobs = tensors.encode_values(prompt.logprobs, pb.DTYPE_FLOAT32)
-    if prompt.topk is not None:
-        message.topk_prompt_logprobs.CopyFrom(_topk(prompt.topk))
-    if prompt.target_logprobs is not None:
-        targets = prompt.target_logprobs.astype(np.float32)
-        message.target_prompt_logprobs.CopyFrom(
-            tensors.from_array(targets) if prompt.target_mask is None else _sparse(targets, prompt.target_mask)
-        )
-    if prompt.sampled_alternatives is not None:
-        ids = tensors.encode_values(prompt.sampled_alternatives.token_ids, pb.DTYPE_INT32)
-        shape = prompt.sampled_alternatives.token_ids.shape
-        message.prompt_alt_tokens.tokens.CopyFrom(pb.Tensor(dense=ids, dtype=pb.DTYPE_INT32, shape=shape))
-        message.prompt_alt_tokens.logprobs.CopyFrom(tensors.from_array(prompt.sampled_alternatives.logprobs))
-    return message.SerializeToString()
-
-
-def _topk(topk: TopK) -> pb.TopkLogprobs:
-    length, k = topk.logprobs.shape
-    none = np.isnan(topk.logprobs)
-    return pb.TopkLogprobs(
-        token_ids=tensors.encode_values(np.where(none, 0, topk.token_ids), pb.DTYPE_INT32),
-        logprobs=tensors.encode_values(np.where(none, EMPTY_LOGPROB, topk.logprobs), pb.DTYPE_FLOAT32),
-        k=k,
-        length=length,
-    )
-
-
-def _sparse(array: np.ndarray, listed: np.ndarray) -> pb.Tensor:
-    rows, columns = np.nonzero(listed)
-    starts = np.searchsorted(rows, np.arange(len(array) + 1))
-    csr = pb.SparseCsr(
-        values=tensors.encode_values(array[rows, columns], pb.DTYPE_FLOAT32),
-        crow_indices=tensors.encode_values(starts, pb.DTYPE_INT64),
-        col_indices=tensors.encode_values(columns, pb.DTYPE_INT64),
-    )
-    return pb.Tensor(sparse_csr=csr, dtype=pb.DTYPE_FLOAT32, shape=array.shape)
 
 
 def sample_to_json(result: bytes) -> bytes:

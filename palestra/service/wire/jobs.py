@@ -20,21 +20,6 @@ from palestra.core.types import Datum
 from palestra.engine.sampling.token_sampling import SamplingConfig
 
 
-class LoraSettings(BaseModel):
-    """Settings of the trained LoRA adapter: which linear layers of the base it covers, and its scale.
-
-    `seed` null derives the seed from the model's id. `alpha` is an extension: official adapters have 32, whatever their
-    rank.
-    """
-
-    rank: int = 32
-    alpha: float = 32.0
-    seed: int | None = None
-    train_mlp: bool = True
-    train_attn: bool = True
-    train_unembed: bool = True
-
-
 class SampleJob(BaseModel):
     """Request for `num_samples` completions of `tokens` under the weights in `folder` (null: the bare base).
 

@@ -111,14 +111,14 @@ def check_reverse_kl(
 
     The arguments are those of `check_train_call`. Raises BadRequest if an id, a shape, a weight or a length is invalid.
     """
-    lessons = [_lesson(f"data[{index}]", datum, vocab_size, max_length) for index, datum in enumerate(data)]
-    total = sum(len(prompt) + len(x.answer) for x in lessons for prompt in (x.student, x.reference))
+    examples = [_check_example(f"data[{index}]", datum, vocab_size, max_length) for index, datum in enumerate(data)]
+    total = sum(len(prompt) + len(x.answer) for x in examples for prompt in (x.student, x.reference))
     if total > max_tokens:
         raise BadRequest(f"the call has {total} tokens, more than {max_tokens}. Send the data in several calls.")
-    return lessons
+    return examples
 
 
-def _lesson(place: str, datum: ReverseKLDatum, vocab: int, max_length: int) -> DistillExampleJob:
+def _check_example(place: str, datum: ReverseKLDatum, vocab: int, max_length: int) -> DistillExampleJob:
     answer = codec.decode_array(datum.target_tokens)
     weights = codec.decode_array(datum.weights)
     if answer.ndim != 1 or answer.dtype.kind != "i" or not answer.size:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any
 
 from palestra.engine.lora.adapters import weighted_sum
 from palestra.engine.training.peft_format import load_adapter, save_adapter
 from palestra.service.storage.outbox import Outbox
-from palestra.service.storage.store import StoredAnswer
 from palestra.service.storage.tables import TableRow, checkpoints, models, samplers, update_row, upsert_row
 from palestra.service.storage.weight_store import TinkerPath
 from palestra.service.wire.jobs import InterpolateJob, LoadJob, SaveJob
@@ -49,9 +47,9 @@ class CheckpointOps:
             self.outbox.add_answer(row, sampling_session_id=job.sampler, type="save_weights_for_sampler")
             return
         expires = time.time() + job.ttl_seconds if job.ttl_seconds else None
-        self._checkpoint(
-            path, model.owner, live_model.base.name, model.lora, folder, size, expires=expires, info=job.info
-        )
+        values = {"owner": model.owner, "base": live_model.base.name, "lora": model.lora, "info": job.info}
+        checkpoint = path.row(**values, folder=folder, size=size, expires=expires)
+        self.outbox.updates += upsert_row(checkpoints, checkpoint)
         if whole and not live_model.has_gradients:
             live_model.saved_seq = live_model.changed_seq
             info = {k: v for k, v in model.info.items() if k != "optimizer"} | {"path": str(path)}
@@ -70,7 +68,8 @@ class CheckpointOps:
         adapters = [load_adapter(self.weight_store.read(folder), base.engine) for folder in job.folders]
         mixed = weighted_sum(adapters, job.coefficients, base.engine.linear_layers)
         folder, size = self.weight_store.write(partial(save_adapter, adapter=mixed, base=base.name))
-        self._checkpoint(path, row.owner, base.name, source.lora, folder, size)
+        values = {"owner": row.owner, "base": base.name, "lora": source.lora, "info": {}}
+        self.outbox.updates += upsert_row(checkpoints, path.row(**values, folder=folder, size=size))
         details = {"source_paths": job.source_paths, "coefficients": job.coefficients, "has_rank_shards": False}
         self.outbox.add_answer(row, path=str(path), checkpoint_type="sampler", **details)
 
@@ -91,21 +90,10 @@ class CheckpointOps:
         self.outbox.updates.append(update_row(models, live_model.id, state="gone", saved=None))
         self.outbox.add_answer(row, model_id=live_model.id, type="unload_model")
         for _, _, later in live_model.queue:
-            self.outbox.answers.append(
-                StoredAnswer.failure(later.id, f"model {live_model.id} was unloaded before this request")
-            )
+            self.outbox.fail(later, ValueError(f"model {live_model.id} was unloaded before this request"))
 
     def _sampler(self, live_model: LiveModel, job: SaveJob, model: TableRow, folder: str) -> None:
         assert live_model.trainer.adapter is not None
         values = {"session": model.session, "owner": model.owner, "base": live_model.base.name, "created": time.time()}
         self.outbox.updates += upsert_row(samplers, {**values, "id": job.sampler, "folder": folder})
-        self.live_models.cache_snapshot(
-            folder, live_model.trainer.adapter.snapshot(folder, live_model.base.engine.dtype)
-        )
-
-    def _checkpoint(
-        self, path: TinkerPath, owner: str, base: str, lora: Any, folder: str, size: int, **more: Any
-    ) -> None:
-        values = {"path": str(path), "run": path.run, "kind": path.kind, "folder": folder, "size": size, "info": {}}
-        values |= {"owner": owner, "base": base, "lora": lora, "created": time.time(), "expires": None, "public": False}
-        self.outbox.updates += upsert_row(checkpoints, values | more)
+        self.live_models.cache_snapshot(live_model.base, folder, live_model.trainer.adapter)

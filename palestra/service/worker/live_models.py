@@ -30,7 +30,7 @@ from palestra.service.storage.archives import lora_targets
 from palestra.service.storage.store import Store
 from palestra.service.storage.tables import TableRow, models, update_row
 from palestra.service.storage.weight_store import WeightStore
-from palestra.service.wire.jobs import LoraSettings
+from palestra.service.wire.schemas import requests
 
 MAX_SNAPSHOTS = 256  # kept in memory, at most
 GRADIENTS_FILE = "gradients.safetensors"
@@ -105,15 +105,10 @@ class LiveModels:
         self.bases = bases
         self.max_live = max_live
         self.live: OrderedDict[str, LiveModel] = OrderedDict()
-        self._snapshots: OrderedDict[str, Snapshot] = OrderedDict()
+        self.snapshots: OrderedDict[str, Snapshot] = OrderedDict()
 
     def __iter__(self) -> Iterator[LiveModel]:
         return iter(list(self.live.values()))
-
-    @property
-    def num_snapshots(self) -> int:
-        """The adapters held in memory for samplers."""
-        return len(self._snapshots)
 
     def get(self, id: str) -> LiveModel:
         """Returns the model, restoring it to memory if necessary. Raises StateLost if it no longer exists."""
@@ -134,7 +129,7 @@ class LiveModels:
         if row is None or row.state == "gone":
             raise StateLost(f"model {id} is gone: it was unloaded. Create a new one.")
         base = self.base(row.base)
-        trainer = new_trainer(base.engine, LoraSettings.model_validate(row.lora), id)
+        trainer = new_trainer(base.engine, requests.LoraConfig.model_validate(row.lora), id)
         live_model = LiveModel(id, base, trainer, self.store.last_seq(id) + 1, row.changed, row.kept)
         if row.state == "lost":
             where = row.info.get("path")
@@ -169,12 +164,6 @@ class LiveModels:
         live_model.trainer = trainer
         live_model.lost_reason = None
 
-    def evict(self, live_model: LiveModel) -> sql.Update | None:
-        """Saves a model and removes it from memory. Returns the row update to store, if any."""
-        change = self.save(live_model)
-        self.live.pop(live_model.id)
-        return change
-
     def save(self, live_model: LiveModel) -> sql.Update | None:
         """Saves a model as it is, including accumulated gradients. Returns the row update to store, or None if nothing
         changed."""
@@ -203,20 +192,19 @@ class LiveModels:
         """Returns the weights in `folder` as the sampler reads them; None for the bare base."""
         if folder is None:
             return None
-        if folder not in self._snapshots:
-            adapter = load_adapter(self.weight_store.read(folder), base.engine)
-            self.cache_snapshot(folder, adapter.snapshot(folder, base.engine.dtype))
-        self._snapshots.move_to_end(folder)
-        return self._snapshots[folder]
+        if folder not in self.snapshots:
+            self.cache_snapshot(base, folder, load_adapter(self.weight_store.read(folder), base.engine))
+        self.snapshots.move_to_end(folder)
+        return self.snapshots[folder]
 
-    def cache_snapshot(self, folder: str, snapshot: Snapshot) -> None:
-        """Caches a snapshot, dropping the least recently used beyond `MAX_SNAPSHOTS`."""
-        self._snapshots[folder] = snapshot
-        while len(self._snapshots) > MAX_SNAPSHOTS:
-            self._snapshots.popitem(last=False)
+    def cache_snapshot(self, base: LoadedBase, folder: str, adapter: Adapter) -> None:
+        """Caches a snapshot of the adapter in `folder`, dropping the least recently used beyond `MAX_SNAPSHOTS`."""
+        self.snapshots[folder] = adapter.snapshot(folder, base.engine.dtype)
+        while len(self.snapshots) > MAX_SNAPSHOTS:
+            self.snapshots.popitem(last=False)
 
 
-def new_trainer(engine: Engine, lora: LoraSettings, id: str) -> AdapterWeights:
+def new_trainer(engine: Engine, lora: requests.LoraConfig, id: str) -> AdapterWeights:
     """Returns a trainer with a new adapter for the client's settings. A missing seed is derived from the model's id."""
     seed = (
         int.from_bytes(hashlib.blake2b(id.encode(), digest_size=7).digest(), "big") if lora.seed is None else lora.seed

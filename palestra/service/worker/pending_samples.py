@@ -13,9 +13,8 @@ from palestra.engine.sampling.scoring import AlternativeDraws, ScoreRequest, Sco
 from palestra.service.storage.outbox import Outbox
 from palestra.service.storage.store import StoredAnswer
 from palestra.service.storage.tables import TableRow
-from palestra.service.wire import codec
 from palestra.service.wire.jobs import SampleJob
-from palestra.service.worker.encoding import to_prompt_scores, to_sampled_sequence
+from palestra.service.worker.encoding import encode_sample
 from palestra.service.worker.live_models import LiveModels, LoadedBase
 
 MAX_SCORED_TOKENS = 16384  # prompt tokens scored in one step, at most
@@ -40,17 +39,12 @@ class SampleScheduler:
     def __init__(self, live_models: LiveModels, outbox: Outbox) -> None:
         self.live_models = live_models
         self.outbox = outbox
-        self._questions: FairQueue[PendingSample] = FairQueue()
+        self.questions: FairQueue[PendingSample] = FairQueue()  # samples whose prompts wait to be scored
 
     @property
     def busy(self) -> bool:
         """True while any request is being sampled or scored."""
-        return bool(self._questions) or any(base.sampler.has_requests for base in self.live_models.bases.values())
-
-    @property
-    def scoring_counters(self) -> dict[str, float]:
-        """The prompt tokens that were scored for each API key."""
-        return self._questions.work_counters.counters
+        return bool(self.questions) or any(base.sampler.has_requests for base in self.live_models.bases.values())
 
     def advance(self) -> bool:
         """Runs one step of sampling and scoring. Returns False if there was nothing to do."""
@@ -77,12 +71,12 @@ class SampleScheduler:
         if no prompt was waiting."""
         samples: list[PendingSample] = []
         tokens = 0
-        while clients := self._questions.next_clients():
-            size = len(self._questions.peek(clients[0]).job.tokens)
+        while clients := self.questions.next_clients():
+            size = len(self.questions.peek(clients[0]).job.tokens)
             if samples and tokens + size > MAX_SCORED_TOKENS:
                 break
-            samples.append(self._questions.pop(clients[0]))
-            self._questions.work_counters.add_work(clients[0], size)
+            samples.append(self.questions.pop(clients[0]))
+            self.questions.work_counters.add_work(clients[0], size)
             tokens += size
         for base in self.live_models.bases.values():
             mine = [s for s in samples if s.job.base == base.name]
@@ -115,11 +109,10 @@ class SampleScheduler:
             return
         sample.completions = sampled
         if sample.job.asks_prompt:
-            self._questions.push(sample.row.owner, sample)
+            self.questions.push(sample.row.owner, sample)
         else:
             self.outbox.run_guarded(sample.row, partial(self._answer_sample, sample))
 
     def _answer_sample(self, sample: PendingSample, scores: ScoreResult | None = None) -> None:
-        sequences = [to_sampled_sequence(sampled) for sampled in sample.completions]
-        result = codec.encode_sample(sequences, to_prompt_scores(scores, sample.job))
+        result = encode_sample(sample.completions, sample.job, scores)
         self.outbox.answers.append(StoredAnswer(sample.row.id, result, "sample"))

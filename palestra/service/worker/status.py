@@ -22,7 +22,7 @@ def build_status(live_models: LiveModels, samples: SampleScheduler, training: Tr
         pid=os.getpid(),
         memory=resident_memory(),
         loaded_models=[live_model.id for live_model in live_models],
-        num_snapshots=live_models.num_snapshots,
+        num_snapshots=len(live_models.snapshots),
         bases=[_base_status(base) for base in live_models.bases.values()],
         work=_work_by_owner(live_models, samples, training),
     )
@@ -51,7 +51,7 @@ def _work_by_owner(live_models: LiveModels, samples: SampleScheduler, training: 
             sampled[owner] += int(tokens)
         answers.update(row.group.request.client for row in base.sampler.batch.rows)
     trained = training.shares.counters
-    scored = samples.scoring_counters
+    scored = samples.questions.work_counters.counters
     return {
         owner: OwnerWork(
             sampling=sampled[owner],

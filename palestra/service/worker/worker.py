@@ -123,7 +123,7 @@ class Worker:
         """Restores the state left by an earlier worker: queues its requests again, and marks as lost the models that
         changed after they were last saved."""
         changed = self.store.find(models, models.c.state == "live", models.c.changed > models.c.kept, limit=1_000_000)
-        self.store.apply_updates(update_row(models, row.id, state="lost") for row in changed)
+        self.store.execute(*(update_row(models, row.id, state="lost") for row in changed))
         self.store.requeue_after_crash()
 
     def shut_down(self) -> None:
@@ -224,17 +224,12 @@ class Worker:
         elif row.kind == "interpolate":
             self.checkpoint_ops.interpolate(row)
         else:
-            self._queue(row)
-
-    def _queue(self, row: TableRow) -> None:
-        live_model = self.live_models.get(row.model)
-        if row.seq is not None and row.seq < live_model.next_seq:
-            message = (
-                f"request {row.seq} of model {row.model} came after request {live_model.next_seq - 1} had run: "
-                "send it again"
-            )
-            self.outbox.answers.append(StoredAnswer.failure(row.id, message))
-        else:
+            live_model = self.live_models.get(row.model)
+            if row.seq is not None and row.seq < live_model.next_seq:
+                raise ValueError(
+                    f"request {row.seq} of model {row.model} came after request {live_model.next_seq - 1} had run: "
+                    "send it again"
+                )
             live_model.push(row)
 
     # -- training ------------------------------------------------------------------------------------------------------
@@ -281,13 +276,13 @@ class Worker:
 
     def _reverse_kl(self, live_model: LiveModel, job: ReverseKLJob) -> ReverseKL:
         reference = self.live_models.snapshot(live_model.base, job.folder)
-        lessons = [
+        examples = [
             DistillExample(
                 np.array(x.student), np.array(x.reference), np.array(x.answer), np.array(x.weights, np.float32)
             )
             for x in job.lessons
         ]
-        return ReverseKL(live_model.base.engine, reference, lessons, temperature=job.temperature)
+        return ReverseKL(live_model.base.engine, reference, examples, temperature=job.temperature)
 
     def _on_outcome(self, work: TrainRequest, outcome: JobResult | Exception) -> None:
         self.outbox.run_guarded(work.row, partial(self._record_result, work, outcome))
@@ -330,11 +325,10 @@ class Worker:
         """Removes what has expired: idle models, checkpoints past their time to live, unreferenced folders, old
         answers."""
         self._last_sweep = time.monotonic()
-        now = time.time()
         for live_model in self.live_models.evictable(self.settings.idle):
             self._log_errors(partial(self._release, live_model))
         self.flush()
-        self.store.expire(now)
+        self.store.expire(time.time())
         self._log_errors(lambda: self.weight_store.sweep(self.store.referenced_folders()))
 
     def _report_status(self) -> None:
@@ -345,7 +339,9 @@ class Worker:
         self.flush()
 
     def _release(self, live_model: LiveModel) -> None:
-        update = self.live_models.evict(live_model)
+        """Saves a model and removes it from memory."""
+        update = self.live_models.save(live_model)
+        self.live_models.live.pop(live_model.id)
         if update is not None:
             self.outbox.updates.append(update)
 

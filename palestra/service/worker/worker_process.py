@@ -46,7 +46,7 @@ def run_worker(settings: WorkerSettings, wakeup: WakeupSocket) -> None:
     database does not answer during shutdown."""
     leave_signals_to_parent()
     with _lock(settings.data):
-        worker = Worker(settings, Store.open(settings.store, DatabaseRetry(wakeup)), wakeup)
+        worker = Worker(settings, Store(settings.store, DatabaseRetry(wakeup)), wakeup)
         wakeup.wake()
         try:
             worker.run()

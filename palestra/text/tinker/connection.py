@@ -84,10 +84,6 @@ class ServiceConnection:
         """Runs a coroutine on the connection's loop and blocks until it returns its result."""
         return self.loop_thread.run(work)
 
-    async def run_async(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the connection's loop and awaits its result from another loop."""
-        return await self.loop_thread.run_async(work)
-
     async def post(self, verb: str, **body: Any) -> dict[str, Any]:
         """Sends `body` as a JSON POST and returns the JSON reply. Raises RequestRefused if the server rejects it."""
         return (await self._send("POST", f"/api/v1/{verb}", json=body)).json()

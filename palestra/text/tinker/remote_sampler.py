@@ -52,7 +52,7 @@ class RemoteSampler(SamplerProtocol):
         }
         body = self._body(sampler, request.prompt_ids, num_samples=request.n, sampling_params=params)
         try:
-            reply = await self.connection.run_async(self.connection.call("asample", **body))
+            reply = await self.connection.loop_thread.run_async(self.connection.call("asample", **body))
         except RequestRefused as error:
             raise request_error(str(error)) from error
         response = pb.SampleResponse.FromString(reply.content)

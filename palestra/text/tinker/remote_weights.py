@@ -18,7 +18,7 @@ import tarfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from palestra.engine.training.micro_batch import (
     trained_share,
     with_gradient,
 )
-from palestra.service.wire import codec, tensors
+from palestra.service.wire import codec
 from palestra.service.wire import wire_pb2 as pb
 from palestra.service.wire.schemas.weights import MANIFEST
 from palestra.service.wire.validation import CLIP_OPTIONS, LOSS_SPECS, WEIGHTED_ONLY
@@ -337,9 +337,7 @@ def answer_logprobs(outputs: Iterable[pb.ForwardBackwardOutput], samples: Sequen
     samples."""
     found = []
     for record in chain.from_iterable(output.loss_fn_outputs for output in outputs):
-        field = record.fields["logprobs"]
-        ends = tensors.decode_values(field.offsets, pb.DTYPE_INT64)
-        found += [tensors.decode_values(field.data[start:end], field.dtype) for start, end in pairwise(ends)]
+        found += codec.split_tensor(record.fields["logprobs"])
     return _ends(found, samples)
 
 

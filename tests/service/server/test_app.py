@@ -16,7 +16,8 @@ from palestra.service.storage.store import StoredAnswer
 from palestra.service.storage.tables import models, samplers
 from palestra.service.wire import codec
 from palestra.service.wire import wire_pb2 as pb
-from palestra.service.wire.jobs import LoadJob, LoraSettings, SampleJob, SaveJob, TrainJob
+from palestra.service.wire.jobs import LoadJob, SampleJob, SaveJob, TrainJob
+from palestra.service.wire.schemas.requests import LoraConfig
 from palestra.service.wire.schemas.wire_model import BadRequest
 
 PROMPT = {"chunks": [{"tokens": [5, 6]}, {"tokens": [7]}]}
@@ -271,7 +272,7 @@ def test_model_is_created_with_the_requested_config(front: Front) -> None:
     row = front.context.store.get(models, "a.b-c:train:2")
     assert row is not None
     assert row.base == "tiny"
-    assert LoraSettings.model_validate(row.lora) == LoraSettings(rank=3, seed=7, train_mlp=False)
+    assert LoraConfig.model_validate(row.lora) == LoraConfig(rank=3, seed=7, train_mlp=False)
     request = front.take()
     assert (request.kind, request.model, request.seq) == ("create_model", "a.b-c:train:2", 0)
     info = front.post("/get_info", {"model_id": row.id}).json()

@@ -22,7 +22,7 @@ from palestra.service.storage.archives import layer_shapes, lora_targets
 from palestra.service.storage.store import UPLOAD_GRACE_S, Store
 from palestra.service.storage.tables import checkpoints, uploads
 from palestra.service.storage.weight_store import WeightStore
-from palestra.service.wire.jobs import LoraSettings
+from palestra.service.wire.schemas.requests import LoraConfig
 from palestra.service.wire.schemas.weights import (
     ExternalWeightsUploadFinishRequest,
     ExternalWeightsUploadStartRequest,
@@ -65,7 +65,7 @@ class DocumentedUpload(BaseModel):
 def adapter(base: str, *, rank: int = 2, alpha: float = 32, **switches: bool) -> dict[str, bytes]:
     """The files of an adapter as `save_weights_external` writes them for these settings."""
     shapes = layer_shapes(base)
-    lora = LoraSettings.model_validate(LORA | {"rank": rank} | switches)
+    lora = LoraConfig.model_validate(LORA | {"rank": rank} | switches)
     tensors = {}
     for name in lora_targets(shapes, lora):
         out, into = shapes[name]
@@ -160,7 +160,7 @@ def test_an_upload_survives_a_restart_between_its_steps(
 
     def restart() -> Front:
         """Another process: only the database, the data folder and the secret are the same."""
-        store = Store.open(f"sqlite:///{tmp_path / 'store.sqlite'}")
+        store = Store(f"sqlite:///{tmp_path / 'store.sqlite'}")
         store.expire(time.time())
         vault = WeightStore(tmp_path / "weights")
         vault.sweep(store.referenced_folders())

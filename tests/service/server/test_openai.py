@@ -19,11 +19,12 @@ from palestra.core.chat import Chat
 from palestra.core.failures import ContextLengthExceeded
 from palestra.core.http.calls import asks_nothing
 from palestra.engine.conversation.encoder import ChatEncoder
+from palestra.engine.sampling.request import Completion
 from palestra.service.storage.store import StoredAnswer
-from palestra.service.wire import codec
 from palestra.service.wire.jobs import SampleJob
 from palestra.service.wire.schemas.openai import ChatCompletionRequest, CompletionRequest
 from palestra.service.wire.schemas.wire_model import BadRequest, parse_body
+from palestra.service.worker.encoding import encode_sample
 from palestra.testing import tiny_tokenizer
 from palestra.text.policies.base import request_error
 
@@ -40,7 +41,7 @@ def answered(front: Front, tiny: Any) -> Callable[..., tuple[httpx.Response, lis
     def ask(path: str, body: dict[str, Any], said: str = "hello you.") -> tuple[httpx.Response, list[SampleJob]]:
         tokenizer = front.context.bases[body["model"]].tokenizer if body["model"] == "talk" else tiny.tokenizer
         ids = [*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id]
-        best = codec.TopK(np.array([[i, 5] for i in ids]), np.array([[-0.5, -1.5]] * len(ids)))
+        best = {"top_ids": np.array([[i, 5] for i in ids]), "top_logprobs": np.array([[-0.5, -1.5]] * len(ids))}
         jobs: list[SampleJob] = []
         over = threading.Event()
 
@@ -48,9 +49,9 @@ def answered(front: Front, tiny: Any) -> Callable[..., tuple[httpx.Response, lis
             while not over.is_set():
                 for row in front.context.store.take_queued():
                     jobs.append(SampleJob.model_validate_json(row.body))
-                    topk = best if jobs[-1].topk_sample else None
-                    answer = codec.SampledSequence(np.array(ids), np.full(len(ids), -0.5), "stop", topk)
-                    result = codec.encode_sample([answer] * jobs[-1].num_samples)
+                    topk = best if jobs[-1].topk_sample else {}
+                    answer = Completion(np.array(ids), np.full(len(ids), -0.5), "stop", **topk)
+                    result = encode_sample([answer] * jobs[-1].num_samples, jobs[-1])
                     front.context.store.write_answers([StoredAnswer(row.id, result, "sample")])
                 time.sleep(0.01)
 

@@ -19,7 +19,7 @@ def url(request, tmp_path):
 
 @pytest.fixture
 def store(url):
-    store = Store.open(url)
+    store = Store(url)
     yield store
     store.close()
 
@@ -37,7 +37,7 @@ def test_request_is_queued_taken_and_answered(store):
 
 
 def test_concurrent_duplicates_make_one_request(url):
-    stores = [Store.open(url) for _ in range(4)]
+    stores = [Store(url) for _ in range(4)]
     with ThreadPoolExecutor(8) as pool:
         ids = list(pool.map(lambda i: stores[i % 4].submit("ann", "sample", b"%d" % i, key="sampler:s:0"), range(32)))
     assert len(set(ids)) == 1 and len(stores[0].take_queued()) == 1
@@ -46,7 +46,7 @@ def test_concurrent_duplicates_make_one_request(url):
 
 
 def test_two_workers_take_disjoint_requests(url):
-    stores = [Store.open(url) for _ in range(2)]
+    stores = [Store(url) for _ in range(2)]
     ids = {stores[0].submit("ann", "sample", b"") for _ in range(200)}
     with ThreadPoolExecutor(8) as pool:
         taken = [row.id for rows in pool.map(lambda i: stores[i % 2].take_queued(), range(16)) for row in rows]
@@ -78,7 +78,7 @@ def test_refused_request_keeps_its_sequence_number(store):
 
 def test_answers_that_wait_for_others_are_not_skipped_by_pollers(url):
     """A poller asks for the answers after the latest that it knows, while four writers in two processes commit."""
-    stores = [Store.open(url) for _ in range(2)]
+    stores = [Store(url) for _ in range(2)]
     ids = [stores[0].submit("ann", "sample", b"") for _ in range(120)]
     seen, cursor = set(), 0.0
     with ThreadPoolExecutor(4) as pool:
@@ -120,9 +120,9 @@ def checkpoint(path, folder, expires=None):
 
 def test_expired_rows_are_removed_and_used_folders_listed(store):
     now = time.time()
-    store.apply_updates(upsert_row(checkpoints, checkpoint("kept", "f1")))
-    store.apply_updates(upsert_row(checkpoints, checkpoint("kept", "f2")))  # replaces the first
-    store.apply_updates(upsert_row(checkpoints, checkpoint("over", "f3", expires=now - 1)))
+    store.execute(*upsert_row(checkpoints, checkpoint("kept", "f1")))
+    store.execute(*upsert_row(checkpoints, checkpoint("kept", "f2")))  # replaces the first
+    store.execute(*upsert_row(checkpoints, checkpoint("over", "f3", expires=now - 1)))
     for id, seen in (("old", now - ANSWER_TTL_S - 1), ("new", now)):
         store.insert(sessions, id=id, owner="ann", created=seen, seen=seen, info={})
         store.insert(samplers, id=f"{id}:1", session=id, owner="ann", base="tiny", folder=f"of-{id}", created=seen)
@@ -144,4 +144,4 @@ def test_database_of_another_version_is_refused(url, store):
     with store.database.engine.begin() as connection:
         connection.exec_driver_sql("ALTER TABLE requests DROP COLUMN takes")
     with pytest.raises(ValueError, match=r"another version of palestra: its requests have no takes.*--data"):
-        Store.open(url)
+        Store(url)

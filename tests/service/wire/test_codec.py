@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from palestra.core.types import Datum
 from palestra.service.wire import codec, tensors
 from palestra.service.wire import wire_pb2 as pb
-from palestra.service.wire.codec import PromptScores, SampledSequence, TopK, TrainCall
+from palestra.service.wire.codec import TrainCall
 from palestra.service.wire.jobs import TrainJob
 from palestra.service.wire.schemas import requests
 from palestra.service.wire.schemas.wire_model import BadRequest, parse_body
@@ -393,42 +393,3 @@ def test_empty_and_nonfinite_results_are_encoded() -> None:
 def test_metric_without_reduction_suffix_is_rejected() -> None:
     with pytest.raises(AssertionError, match="colon"):
         codec.encode_forward_backward([], {"loss": 1.0})
-
-
-def test_sampling_results_are_encoded() -> None:
-    topk = TopK(np.array([[9, 9], [3, 4], [5, 9]]), np.array([[NAN, NAN], [-1, -2], [-0.5, NAN]]))
-    targets = np.array([[-1.0, 0.0], [0.0, -2.0]])
-    drawn = TopK(np.array([[3], [4]]), np.array([[-1.0], [-2.0]]))
-    sequences = [
-        SampledSequence(np.array([1, 2]), np.array([-0.25, -0.5]), "stop", TopK(topk.token_ids[1:], topk.logprobs[1:])),
-        SampledSequence(np.array([7]), np.array([-3.0]), "length"),
-    ]
-    scores = PromptScores(np.array([NAN, -1, -2]), topk, targets, targets != 0, drawn, 2)
-    result = codec.encode_sample(sequences, scores)
-    message = pb.SampleResponse.FromString(result)
-    assert np.frombuffer(message.topk_prompt_logprobs.token_ids, np.int32).tolist() == [0, 0, 3, 4, 5, 0]
-    assert np.frombuffer(message.topk_prompt_logprobs.logprobs, np.float32).tolist()[:3] == [-99999, -99999, -1]
-    cells = message.target_prompt_logprobs.sparse_csr
-    assert np.frombuffer(cells.crow_indices, np.int64).tolist() == [0, 1, 2]
-    assert np.frombuffer(cells.col_indices, np.int64).tolist() == [0, 1]
-    tree = json.loads(codec.sample_to_json(result))
-    assert tree["sequences"][0] == {
-        "stop_reason": "stop",
-        "tokens": [1, 2],
-        "logprobs": [-0.25, -0.5],
-        "topk_logprobs": [[[3, -1.0], [4, -2.0]], [[5, -0.5]]],
-    }
-    assert tree["sequences"][1] == {"stop_reason": "length", "tokens": [7], "logprobs": [-3.0]}
-    assert tree["prompt_logprobs"] == [None, -1.0, -2.0]
-    assert tree["topk_prompt_logprobs"] == [None, [[3, -1.0], [4, -2.0]], [[5, -0.5]]]
-    assert tree["target_prompt_logprobs"]["data"] == [-1, 0, 0, -2]
-    assert tree["prompt_alt_tokens"]["tokens"] == {"data": [3, 4], "dtype": "int64", "shape": [2, 1]}
-    assert tree["prompt_cache_hit_tokens"] == 2
-
-
-def test_sampling_results_without_prompt_logprobs_are_encoded() -> None:
-    sequence = SampledSequence(np.array([1]), np.array([-1.0]), "stop")
-    message = pb.SampleResponse.FromString(codec.encode_sample([sequence]))
-    assert [field.name for field, _ in message.ListFields()] == ["sequences"]
-    tree = json.loads(codec.sample_to_json(message.SerializeToString()))
-    assert (tree["type"], tree["prompt_logprobs"], tree["topk_prompt_logprobs"]) == ("sample", None, None)

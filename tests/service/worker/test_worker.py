@@ -21,8 +21,8 @@ from palestra.service.storage.store import MAX_TAKES, Store
 from palestra.service.storage.tables import checkpoints, models, requests, samplers, sessions
 from palestra.service.storage.wakeup import WakeupSocket
 from palestra.service.wire import codec
-from palestra.service.wire.jobs import LoadJob, LoraSettings, SampleJob, SaveJob, TrainJob
-from palestra.service.wire.schemas.requests import AdamParams
+from palestra.service.wire.jobs import LoadJob, SampleJob, SaveJob, TrainJob
+from palestra.service.wire.schemas.requests import AdamParams, LoraConfig
 from palestra.service.worker.worker import Worker, WorkerSettings, load_base
 from palestra.service.worker.worker_process import DatabaseRetry
 
@@ -34,7 +34,7 @@ class WorkerBench:
         data.mkdir(exist_ok=True)
         url = f"sqlite:///{data / 'store.sqlite'}"
         self.settings = WorkerSettings(store=url, data=data, bases={"small": str(base)}, device="cpu", **settings)
-        self.store = Store.open(url)
+        self.store = Store(url)
         self.bells = WakeupSocket.pair()
         self.owners: dict[str, str] = {}
         self.start()
@@ -64,7 +64,7 @@ class WorkerBench:
             "state": "live",
             "saved": None,
         }
-        lora = LoraSettings(**{"rank": 4, "train_unembed": False, **lora}).model_dump()
+        lora = LoraConfig(**{"rank": 4, "train_unembed": False, **lora}).model_dump()
         self.store.insert(models, **row, lora=lora, created=now, used=now, changed=0, kept=0)
         self.owners[id] = owner
         self.ask(id, "create_model", b"{}", 0)
@@ -687,7 +687,7 @@ def locked(
     monkeypatch.setattr("palestra.service.storage.database.BUSY_TIMEOUT_MS", 50)
     desk = open_desk()
     desk.store.close()
-    desk.store = Store.open(desk.settings.store, DatabaseRetry(desk.bells[0]))
+    desk.store = Store(desk.settings.store, DatabaseRetry(desk.bells[0]))
     desk.start()
     other = sqlite3.connect(desk.settings.data / "store.sqlite", isolation_level=None, check_same_thread=False)
     yield desk, other

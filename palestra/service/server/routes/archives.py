@@ -16,11 +16,10 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse, RedirectResponse, StreamingResponse
 from starlette.datastructures import UploadFile
-from starlette.types import Message
 
 from palestra.core.files import TEMPORARY_PREFIX, fsync_path
-from palestra.service.server.deps import ContextDep, JsonBody, OwnerDep, body_too_long
-from palestra.service.server.routes.checkpoints import CHECKPOINT_ROUTE, checkpoint_path
+from palestra.service.server.deps import ContextDep, JsonBody, OwnerDep, limit_body
+from palestra.service.server.routes.checkpoints import CHECKPOINT_ROUTE, PathDep
 from palestra.service.server.routes.models import lora_settings
 from palestra.service.server.state import BaseInfo, ServiceContext
 from palestra.service.storage.archives import (
@@ -36,7 +35,7 @@ from palestra.service.storage.archives import (
 )
 from palestra.service.storage.tables import TableRow, checkpoints, delete_row, uploads
 from palestra.service.storage.weight_store import TinkerPath
-from palestra.service.wire.jobs import LoraSettings
+from palestra.service.wire.schemas.requests import LoraConfig
 from palestra.service.wire.schemas.responses import (
     ExternalWeightsUploadFinishResponse,
     ExternalWeightsUploadStartResponse,
@@ -57,9 +56,9 @@ Signature = Annotated[str, Query(max_length=200)]
 
 
 @router.get(f"{CHECKPOINT_ROUTE}/archive", status_code=302)
-def archive(run: str, kind: str, name: str, request: Request, ctx: ContextDep, owner: OwnerDep) -> Response:
+def archive(path: PathDep, request: Request, ctx: ContextDep, owner: OwnerDep) -> Response:
     """Redirects to the signed URL of the archive, which needs no API key."""
-    row = ctx.checkpoint(owner, checkpoint_path(run, kind, name))
+    row = ctx.checkpoint(owner, path)
     expires = int(time.time()) + URL_TTL_S
     when = format_datetime(datetime.fromtimestamp(expires, UTC), usegmt=True)
     return RedirectResponse(_address(request, ctx, row, ARCHIVE_NAME, expires), 302, {"Expires": when})
@@ -67,17 +66,21 @@ def archive(run: str, kind: str, name: str, request: Request, ctx: ContextDep, o
 
 @router.get(f"{CHECKPOINT_ROUTE}/external_weights_urls")
 def external_weights_urls(
-    run: str, kind: str, name: str, request: Request, ctx: ContextDep, owner: OwnerDep
+    path: PathDep, request: Request, ctx: ContextDep, owner: OwnerDep
 ) -> ExternalWeightsUrlsResponse:
     """Returns signed URLs of all files of a checkpoint."""
-    row = ctx.checkpoint(owner, checkpoint_path(run, kind, name))
+    row = ctx.checkpoint(owner, path)
     expires = int(time.time()) + URL_TTL_S
-    urls = {path.name: _address(request, ctx, row, path.name, expires) for path in _files(ctx, row)}
+    urls = {file.name: _address(request, ctx, row, file.name, expires) for file in _files(ctx, row)}
     return ExternalWeightsUrlsResponse(urls=urls, expires=datetime.fromtimestamp(expires, UTC))
 
 
 def _address(request: Request, ctx: ServiceContext, row: TableRow, file: str, expires: int) -> str:
-    return _sign_url(request, ctx, f"downloads/{row.path.removeprefix('tinker://')}/{file}", row.folder, expires)
+    return _sign_url(request, ctx, _download_route(row.path, file), row.folder, expires)
+
+
+def _download_route(path: str, file: str) -> str:
+    return f"downloads/{path.removeprefix('tinker://')}/{file}"
 
 
 def _sign_url(request: Request, ctx: ServiceContext, where: str, folder: str, expires: int) -> str:
@@ -99,23 +102,15 @@ def _files(ctx: ServiceContext, row: TableRow) -> list[Path]:
 
 
 @router.get("/downloads/{run}/{kind}/{name}/{file}")
-def download(
-    run: str,
-    kind: str,
-    name: str,
-    file: str,
-    ctx: ContextDep,
-    expires: Expires,
-    signature: Signature,
-) -> Response:
+def download(path: PathDep, file: str, ctx: ContextDep, expires: Expires, signature: Signature) -> Response:
     """Sends a file at a signed URL, which is valid until it expires and only for the weights for which it was
     issued."""
-    found_row = ctx.store.get(checkpoints, str(TinkerPath.parse(checkpoint_path(run, kind, name))))
-    row = _check_url(ctx, f"downloads/{run}/{kind}/{name}/{file}", found_row, expires, signature)
+    found_row = ctx.store.get(checkpoints, str(TinkerPath.parse(path)))
+    row = _check_url(ctx, _download_route(path, file), found_row, expires, signature)
     files = _files(ctx, row)
     if file == ARCHIVE_NAME:
         return StreamingResponse(pack_archive(files), media_type="application/gzip")
-    found = [path for path in files if path.name == file]
+    found = [each for each in files if each.name == file]
     if not found:
         raise BadRequest(f"the weights have no file {file[:100]}", 404)
     return FileResponse(found[0], media_type="application/octet-stream")
@@ -125,28 +120,13 @@ def download(
 async def upload(request: Request, ctx: ContextDep, owner: OwnerDep) -> dict[str, str]:
     """Accepts an adapter as PEFT saves it (tar.gz, multipart field `file`), for the base in its config or in the field
     `base_model`. It becomes a checkpoint for sampling: optimizers of other clients are not read."""
-    async with _limit_body(request, ctx.limits.upload).form(max_files=1, max_fields=10) as form:
+    async with limit_body(request, ctx.limits.upload).form(max_files=1, max_fields=10) as form:
         file = form.get("file")
         named = form.get("base_model")
         if not isinstance(file, UploadFile):
             raise BadRequest('send the archive as a file in the multipart field "file"')
         path = await run_in_threadpool(_take_in, ctx, owner, file.file, named if isinstance(named, str) else None)
     return {"path": str(path), "checkpoint_id": path.id}
-
-
-def _limit_body(request: Request, limit: int) -> Request:
-    """Returns the request with a body limit: raises BadRequest (413) once more than `limit` bytes have arrived."""
-    left = limit
-
-    async def receive() -> Message:
-        nonlocal left
-        message = await request.receive()
-        left -= len(message.get("body", b""))
-        if left < 0:
-            raise body_too_long(limit)
-        return message
-
-    return Request(request.scope, receive)
 
 
 def _take_in(ctx: ServiceContext, owner: str, file: BinaryIO, named: str | None) -> TinkerPath:
@@ -163,8 +143,7 @@ def _take_in(ctx: ServiceContext, owner: str, file: BinaryIO, named: str | None)
 def _add_checkpoint(ctx: ServiceContext, path: TinkerPath, adapter: Path, **values: Any) -> None:
     """Moves the files in the folder `adapter` to the weight store, as a checkpoint at `path` if there is none."""
     folder, size = ctx.weight_store.write(lambda place: _move(adapter, place))
-    values |= {"path": str(path), "run": path.run, "kind": path.kind, "folder": folder, "size": size}
-    ctx.store.insert(checkpoints, **values, created=time.time(), expires=None, public=False)
+    ctx.store.insert(checkpoints, **path.row(folder=folder, size=size, **values))
 
 
 def _move(source: Path, target: Path) -> None:
@@ -181,11 +160,11 @@ def _base_of(ctx: ServiceContext, folder: Path) -> BaseInfo:
     return ctx.base(name)
 
 
-def _lora(rank: int, alpha: float, layers: list[str]) -> LoraSettings:
+def _lora(rank: int, alpha: float, layers: list[str]) -> LoraConfig:
     attn = any("attn" in name or "attention" in name for name in layers)
     head = "lm_head" in layers
     mlp = any("mlp" in name for name in layers)
-    return LoraSettings(rank=rank, alpha=alpha, train_attn=attn, train_mlp=mlp, train_unembed=head)
+    return LoraConfig(rank=rank, alpha=alpha, train_attn=attn, train_mlp=mlp, train_unembed=head)
 
 
 @router.post("/external_weights_upload_start")
@@ -220,7 +199,7 @@ async def put_file(
     with tempfile.TemporaryDirectory(dir=folder, prefix=TEMPORARY_PREFIX) as temporary:
         arriving = Path(temporary, file)
         with arriving.open("wb") as target:
-            async for chunk in _limit_body(request, limit).stream():
+            async for chunk in limit_body(request, limit).stream():
                 await run_in_threadpool(target.write, chunk)
         await run_in_threadpool(_replace_file, arriving, folder / file)
     return Response()
@@ -245,16 +224,16 @@ def finish_upload(
     path = TinkerPath(f"upload-{call.upload_id}", "external", "uploaded")
     done = ctx.store.get(checkpoints, str(path))
     if done is None or done.owner != owner:
-        upload = ctx.upload(owner, call.upload_id)
+        upload = ctx.own_row(uploads, owner, call.upload_id, "upload")
         _finish(ctx, upload, path)
-        ctx.store.apply_updates([delete_row(uploads, upload.id)])
+        ctx.store.execute(delete_row(uploads, upload.id))
     return ExternalWeightsUploadFinishResponse(tinker_path=str(path))
 
 
 def _finish(ctx: ServiceContext, upload: TableRow, path: TinkerPath) -> None:
     """Adds the checkpoint. Raises BadRequest unless the files are an adapter with the settings that were announced."""
     shapes = layer_shapes(ctx.base_of(upload).path)
-    lora = LoraSettings.model_validate(upload.lora)
+    lora = LoraConfig.model_validate(upload.lora)
     with tempfile.TemporaryDirectory(dir=ctx.weight_store.root, prefix=TEMPORARY_PREFIX) as temporary:
         # copies: a file may be sent again meanwhile, and if the files are refused or the server dies, they are there
         for name in (CONFIG_FILE, WEIGHTS_FILE):

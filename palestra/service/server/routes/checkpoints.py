@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import sqlalchemy as sql
-from fastapi import APIRouter, Header, Response
+from fastapi import APIRouter, Depends, Header, Response
 
 from palestra.service.server.deps import BodyDep, ContextDep, JsonBody, OwnerDep, QueueDep, metadata_as_text
 from palestra.service.server.routes.models import adapter_settings, client_base_name, create_from_checkpoint, load_job
@@ -47,6 +47,13 @@ SEARCH_BLOCK = 500  # rows that a search reads at once
 CHECKPOINT_ROUTE = "/training_runs/{run}/checkpoints/{kind}/{name}"  # a checkpoint's id, "weights/step-10", has a slash
 KINDLESS_ROUTE = "/training_runs/{run}/checkpoints/{id}"  # rejected: training and sampling weights may share a name
 
+
+async def checkpoint_path(run: str, kind: str, name: str) -> str:
+    """Returns the tinker:// path of the checkpoint in a route; `kind` is its wire name, such as "weights"."""
+    return f"tinker://{run}/{kind}/{name}"
+
+
+PathDep = Annotated[str, Depends(checkpoint_path)]
 
 # -- saving and loading ------------------------------------------------------------------------------------------------
 
@@ -160,14 +167,7 @@ def _in_projects(ids: list[str]) -> sql.ColumnElement[bool]:
 @router.get("/training_runs/{run}")
 def training_run(run: str, ctx: ContextDep, owner: OwnerDep) -> TrainingRun:
     """Returns one run. The run of an unloaded model remains, for its checkpoints."""
-    return _run(ctx, _own_run(ctx, owner, run))
-
-
-def _own_run(ctx: ServiceContext, owner: str, run: str) -> TableRow:
-    row = ctx.store.get(models, run)
-    if row is None or row.owner != owner:
-        raise BadRequest(f'there is no training run "{run[:200]}", or it is not yours', 404)
-    return row
+    return _run(ctx, ctx.own_row(models, owner, run, "training run"))
 
 
 def _run(ctx: ServiceContext, row: TableRow) -> TrainingRun:
@@ -192,7 +192,7 @@ def _run(ctx: ServiceContext, row: TableRow) -> TrainingRun:
 @router.get("/training_runs/{run}/checkpoints")
 def run_checkpoints(run: str, ctx: ContextDep, owner: OwnerDep) -> CheckpointsListResponse:
     """Lists the checkpoints of a run."""
-    _own_run(ctx, owner, run)
+    ctx.own_row(models, owner, run, "training run")
     return CheckpointsListResponse(
         checkpoints=[
             _checkpoint_reply(ctx, row) for row in ctx.store.find(checkpoints, checkpoints.c.run == run, _alive())
@@ -289,11 +289,6 @@ def _time(seconds: float) -> datetime:
 # -- one checkpoint ----------------------------------------------------------------------------------------------------
 
 
-def checkpoint_path(run: str, kind: str, name: str) -> str:
-    """Returns the tinker:// path of a checkpoint; `kind` is its wire name, such as "weights"."""
-    return f"tinker://{run}/{kind}/{name}"
-
-
 @router.delete(KINDLESS_ROUTE)
 @router.get(f"{KINDLESS_ROUTE}/archive")
 @router.post(f"{KINDLESS_ROUTE}/publish")
@@ -305,29 +300,29 @@ def without_kind(run: str, id: str, owner: OwnerDep) -> Response:
 
 
 @router.delete(CHECKPOINT_ROUTE, status_code=204)
-def delete(run: str, kind: str, name: str, ctx: ContextDep, owner: OwnerDep) -> Response:
+def delete(path: PathDep, ctx: ContextDep, owner: OwnerDep) -> Response:
     """Deletes a checkpoint."""
-    row = ctx.checkpoint(owner, checkpoint_path(run, kind, name), to_change=True)
-    ctx.store.apply_updates([delete_row(checkpoints, row.path)])
+    row = ctx.checkpoint(owner, path, to_change=True)
+    ctx.store.execute(delete_row(checkpoints, row.path))
     return Response(status_code=204)
 
 
 @router.post(f"{CHECKPOINT_ROUTE}/publish", status_code=204)
-def publish(run: str, kind: str, name: str, ctx: ContextDep, owner: OwnerDep) -> Response:
+def publish(path: PathDep, ctx: ContextDep, owner: OwnerDep) -> Response:
     """Makes a checkpoint readable for every API key."""
-    return _change(ctx, owner, checkpoint_path(run, kind, name), public=True)
+    return _change(ctx, owner, path, public=True)
 
 
 @router.delete(f"{CHECKPOINT_ROUTE}/publish", status_code=204)
-def unpublish(run: str, kind: str, name: str, ctx: ContextDep, owner: OwnerDep) -> Response:
+def unpublish(path: PathDep, ctx: ContextDep, owner: OwnerDep) -> Response:
     """Makes a checkpoint readable for its owner only. URLs signed before stay valid until they expire."""
-    return _change(ctx, owner, checkpoint_path(run, kind, name), public=False)
+    return _change(ctx, owner, path, public=False)
 
 
 @router.put(f"{CHECKPOINT_ROUTE}/ttl", status_code=204)
-def set_ttl(run: str, kind: str, name: str, call: JsonBody[TtlRequest], ctx: ContextDep, owner: OwnerDep) -> Response:
+def set_ttl(path: PathDep, call: JsonBody[TtlRequest], ctx: ContextDep, owner: OwnerDep) -> Response:
     """Sets a checkpoint's time to live."""
-    return _change(ctx, owner, checkpoint_path(run, kind, name), expires=_expires(call.ttl_seconds))
+    return _change(ctx, owner, path, expires=_expires(call.ttl_seconds))
 
 
 def _expires(ttl: float | None) -> float | None:
@@ -357,10 +352,10 @@ def copy_weights(
     seed = f"{owner} {unique}" if call.session_id is None or call.model_seq_id is None else f"{owner} {slot}"
     run = f"copy-{hashlib.blake2b(seed.encode(), digest_size=8).hexdigest()}"
     path = TinkerPath(run, source.kind, TinkerPath.parse(source.path).name)
-    kept = {name: getattr(source, name) for name in ("kind", "base", "lora", "folder", "size")}
-    own = {"path": str(path), "owner": owner, "run": run, "created": time.time(), "public": False}
-    own["info"] = source.info | {"project": call.destination_project_id}
-    if not ctx.store.insert(checkpoints, **kept, **own, expires=_expires(call.ttl_seconds)):
+    kept = {name: getattr(source, name) for name in ("base", "lora", "folder", "size")}
+    info = source.info | {"project": call.destination_project_id}
+    row = path.row(**kept, owner=owner, info=info, expires=_expires(call.ttl_seconds))
+    if not ctx.store.insert(checkpoints, **row):
         there = ctx.checkpoint(owner, path)
         if there.folder != source.folder:
             raise BadRequest(f"{path} is a copy of other weights: take another model_seq_id")

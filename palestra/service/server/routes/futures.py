@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 import sqlalchemy as sql
 from fastapi import APIRouter, Header, Request, Response
 
+from palestra.core.http.limits import cancel_on_disconnect
 from palestra.service.server.answer_poller import AnswerPoller
 from palestra.service.server.deps import ContextDep, JsonBody, OwnerDep, QueueDep, RequestQueue
 from palestra.service.server.state import ServiceContext
@@ -45,7 +46,7 @@ async def retrieve_future(
     An unknown id gives 410: newer clients then repeat their sampling request, all others report the loss.
     """
     row = await asyncio.to_thread(_request, ctx, owner, call.request_id)
-    if row.finished is None and await _answered_or_gone(request, [call.request_id], ctx.limits.poll):
+    if row.finished is None and await _wait(request, [call.request_id], ctx.limits.poll):
         row = await asyncio.to_thread(_request, ctx, owner, call.request_id)
     if row.finished is None:
         return await asyncio.to_thread(_try_again, ctx, queue, row)
@@ -53,9 +54,7 @@ async def retrieve_future(
         return Response(row.result, media_type="application/json")
     if PROTOBUF_TYPE in accept:
         return Response(row.result, media_type=PROTOBUF_TYPE)
-    as_json = codec.forward_backward_to_json
-    if row.result_kind == "sample":
-        as_json = codec.sample_to_json
+    as_json = codec.sample_to_json if row.result_kind == "sample" else codec.forward_backward_to_json
     return Response(as_json(row.result), media_type="application/json")
 
 
@@ -66,23 +65,11 @@ def _request(ctx: ServiceContext, owner: str, id: str) -> TableRow:
     return row
 
 
-async def _answered_or_gone(request: Request, ids: Sequence[str], seconds: float) -> bool:
-    """Waits up to `seconds` and returns whether one of the requests `ids` has an answer. Returns early if the client
-    disconnects."""
+async def _wait(request: Request, ids: Sequence[str], seconds: float) -> bool:
+    """Waits up to `seconds` and returns whether one of the requests `ids` has an answer. Raises RequestRejected if the
+    client disconnects."""
     waiter: AnswerPoller = request.app.state.waiter
-    answered = asyncio.create_task(waiter.wait(ids, seconds))
-    gone = asyncio.create_task(_hung_up(request))
-    try:
-        await asyncio.wait({answered, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return answered.done() and answered.result()
-    finally:
-        answered.cancel()
-        gone.cancel()
-
-
-async def _hung_up(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    return await cancel_on_disconnect(request.receive, waiter.wait(ids, seconds))
 
 
 def _try_again(ctx: ServiceContext, queue: RequestQueue, row: TableRow) -> Response:
@@ -105,7 +92,7 @@ async def retrieve_futures(
     seconds = ctx.limits.poll if call.timeout is None else min(call.timeout, ctx.limits.poll)
     found, pending = await asyncio.to_thread(_completions, ctx, owner, call)
     if not found.completions and pending and seconds:
-        await _answered_or_gone(request, pending, seconds)
+        await _wait(request, pending, seconds)
         found, _ = await asyncio.to_thread(_completions, ctx, owner, call)
     return found
 
@@ -129,10 +116,10 @@ def _completions(
 
 
 def _completion(row: TableRow) -> FutureCompletion:
-    failed = row.state == "failed"
-    size = None if failed else len(row.result)
-    state: Literal["finished", "failed"] = "failed" if failed else "finished"
-    return FutureCompletion(state=state, request_id=row.id, response_payload_uncompressed_size=size)
+    if row.state == "failed":
+        return FutureCompletion(state="failed", request_id=row.id)
+    size = len(row.result)
+    return FutureCompletion(state="finished", request_id=row.id, response_payload_uncompressed_size=size)
 
 
 @router.post("/cancel_future")

@@ -75,9 +75,9 @@ def reverse_kl(
         call = parse_body(ReverseKLRequest, body)
         base = ctx.base_of(ctx.model(owner, call.model_id))
         sizes = {"vocab_size": base.vocab_size, "max_length": base.max_length, "max_tokens": ctx.limits.batch_tokens}
-        lessons = check_reverse_kl(call.data, **sizes)
+        examples = check_reverse_kl(call.data, **sizes)
         folder = _reference(ctx, owner, call.reference_model_path, base)
-        job = ReverseKLJob(folder=folder, lessons=lessons, temperature=call.temperature)
+        job = ReverseKLJob(folder=folder, lessons=examples, temperature=call.temperature)
         if call.seq_id or not x_idempotency_key:
             return queue.submit_numbered(owner, "reverse_kl", job, call.model_id, call.seq_id)
         key = f"reverse_kl:{owner}:{x_idempotency_key}"

@@ -20,7 +20,7 @@ from palestra.service.server.routes.sessions import touch_session
 from palestra.service.server.state import BaseInfo, ServiceContext
 from palestra.service.storage.tables import models, sessions
 from palestra.service.wire import codec
-from palestra.service.wire.jobs import LoadJob, LoraSettings, TrainJob
+from palestra.service.wire.jobs import LoadJob, TrainJob
 from palestra.service.wire.schemas.requests import CreateModelRequest, LoraConfig, ModelRequest, OptimStepRequest
 from palestra.service.wire.schemas.responses import GetInfoResponse, ModelData, UntypedAPIFuture
 from palestra.service.wire.schemas.weights import LoadWeightsRequest
@@ -47,9 +47,9 @@ def create_model(
     return UntypedAPIFuture(request_id=request, model_id=id)
 
 
-def lora_settings(config: LoraConfig | None) -> LoraSettings:
+def lora_settings(config: LoraConfig | None) -> LoraConfig:
     """Returns a client's adapter settings. Raises BadRequest if they adapt nothing."""
-    lora = LoraSettings(**config.model_dump()) if config else LoraSettings()
+    lora = config or LoraConfig()
     if not (lora.train_mlp or lora.train_attn or lora.train_unembed):
         raise BadRequest("lora_config trains nothing: leave train_mlp, train_attn or train_unembed on")
     return lora
@@ -71,7 +71,7 @@ def create_from_checkpoint(
         "base_model": call.base_model or source.info.get("base_model"),
         "user_metadata": metadata_as_text(call.user_metadata),
     }
-    id = _slot(ctx, owner, call.session_id, call.model_seq_id, base, LoraSettings.model_validate(source.lora), info)
+    id = _slot(ctx, owner, call.session_id, call.model_seq_id, base, LoraConfig.model_validate(source.lora), info)
     request = queue.submit(owner, "load", job, key=f"create:{id}", model=id, seq=0)
     return UntypedAPIFuture(request_id=request, model_id=id)
 
@@ -85,7 +85,7 @@ def load_job(call: LoadWeightsRequest, source: Any) -> LoadJob:
 
 
 def _slot(
-    ctx: ServiceContext, owner: str, session: str, number: int, base: BaseInfo, lora: LoraSettings, info: dict[str, Any]
+    ctx: ServiceContext, owner: str, session: str, number: int, base: BaseInfo, lora: LoraConfig, info: dict[str, Any]
 ) -> str:
     """Returns the id of model `number` of a session, inserting its row if it is new. A repeated call returns the same
     row. Raises BadRequest if it exists with other settings."""
@@ -113,7 +113,7 @@ def _room_for_one_more(ctx: ServiceContext, owner: str) -> None:
 
 def adapter_settings(row: Any) -> dict[str, Any]:
     """Returns the settings that must be equal for the weights of one adapter to fit another."""
-    return {"base": row.base, **LoraSettings.model_validate(row.lora).model_dump(exclude={"seed"})}
+    return {"base": row.base, **LoraConfig.model_validate(row.lora).model_dump(exclude={"seed"})}
 
 
 @router.post("/get_info")

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import itertools
 import json
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from palestra.core.chat import Chat, Json, thought_of, with_reasoning
 from palestra.core.http.answer_form import AnswerForm
 from palestra.core.http.calls import assistant_message, wants_stream_usage
 from palestra.engine.conversation.encoder import ChatEncoder
-from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.sampling.token_sampling import REPLACEMENT_CHAR, SamplingConfig
 from palestra.service.server.answer_poller import AnswerPoller
 from palestra.service.server.deps import ContextDep, JsonBody, OwnerDep, QueueDep, RequestQueue
 from palestra.service.server.routes.sampling import (
@@ -51,7 +50,6 @@ router = APIRouter()
 ANSWER_TIMEOUT_S = 600.0  # seconds that a call may wait for its answer
 MAX_OPTION_CHARS = 4096  # characters of the options of a chat template
 STREAM_PIECE_CHARS = 16  # characters of a streamed piece
-REPLACEMENT_CHAR = "\ufffd"  # decoders' replacement for a part of a character
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SHOWN_BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _HIDDEN_BYTES = [byte for byte in range(256) if byte not in _SHOWN_BYTES]
@@ -89,7 +87,6 @@ class CompletionResult:
 
     id: str
     model: str
-    source: SamplerRef
     choices: list[Choice]
     prompt_tokens: int
 
@@ -245,7 +242,7 @@ async def _answer(
     results = [await run_in_threadpool(_result, queue.context, owner, id) for id in ids]
     sequences = list(chain.from_iterable(result["sequences"] for result in results))
     choices = [_choice(i, sequence, source, call.stops) for i, sequence in enumerate(sequences)]
-    return CompletionResult(ids[0], call.model, source, choices, sum(len(prompt) for prompt in prompts))
+    return CompletionResult(ids[0], call.model, choices, sum(len(prompt) for prompt in prompts))
 
 
 def _job(
@@ -321,7 +318,7 @@ def _tokens(choice: Choice, source: SamplerRef, wanted: int | None) -> dict[str,
         return None
     decode = source.base.tokenizer.decode
     texts = [decode([id]) for id in choice.token_ids]
-    starts = list(itertools.accumulate((len(text) for text in texts[:-1]), initial=0))
+    starts = list(accumulate((len(text) for text in texts[:-1]), initial=0))
     best = [{decode([id]): logp for id, logp in row or ()} for row in choice.alternatives or ()] or None
     return {"tokens": texts, "token_logprobs": choice.logprobs, "top_logprobs": best, "text_offset": starts}
 
@@ -392,4 +389,4 @@ def _stream(
             yield {**head, "choices": [], "usage": answer.usage}
 
     lines = (f"data: {json.dumps(event)}\n\n" for event in events())
-    return StreamingResponse(itertools.chain(lines, ["data: [DONE]\n\n"]), media_type="text/event-stream")
+    return StreamingResponse(chain(lines, ["data: [DONE]\n\n"]), media_type="text/event-stream")

@@ -122,7 +122,11 @@ class FuturesRetrieveRequest(WireModel):
 
 
 class LoraConfig(WireModel):
-    """Adapter settings of a new model. `alpha` is an extension: official adapters have 32, whatever their rank."""
+    """Adapter settings of a model: which linear layers of the base it covers, and its scale.
+
+    `seed` null derives the seed from the model's id. `alpha` is an extension: official adapters have 32, whatever their
+    rank.
+    """
 
     rank: Annotated[int, Field(ge=1, le=MAX_RANK)] = 32
     alpha: Annotated[float, Field(gt=0, le=MAX_EXACT_INT)] = 32.0
