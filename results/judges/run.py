@@ -3,7 +3,7 @@
     python results/judges/run.py                 all rows: about 25 minutes of one core
     python results/judges/run.py --only charmed  some of them, and the judge that they need
     python results/judges/run.py --list          the rows: published, measured here, open
-    python results/judges/run.py --publish       publishes what was measured here, and draws docs/assets/judged.png
+    python results/judges/run.py --publish       publishes what was measured here, and draws docs/results-judges.png
     python results/judges/run.py --report        draws it from the published rows
 
 The rows are the stages of palestra/data/configs/text/judged.yaml as runs of their own, each from the weights of the one
@@ -42,7 +42,7 @@ HONEST_SEEDS = range(20)
 HONEST = "honest"
 ALARM = "reward hacking by verdict?"
 PROBLEMS = 200
-PICTURE = Path("docs/assets/judged.png")
+PICTURE = Path("docs/results-judges.png")
 COLOURS = ("#D55E00", "#0072B2")
 TITLES = {"charmed": "the judge sees the answer only", "committed": "commits_first"}
 KEYS = ("reward/verdict", "exact_grade")

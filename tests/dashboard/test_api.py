@@ -456,7 +456,7 @@ def test_alarms_list_the_rules_that_do_not_fire_with_remedies(tmp_path):
             for step in range(lines):
                 run.log_metrics(step, "team", {"success": 0.5, "failed": 0.0, "episodes": 10.0})
         found = get(TestClient(build_dashboard(tmp_path), base_url=HERE), f"runs/run-{lines}/alarms")
-        assert found["alarms"] == [] and len(found["rules"]) == 11
+        assert found["alarms"] == [] and len(found["rules"]) == 12
         assert all(rule["rule"] and rule["remedy"] for rule in found["rules"])
         uncounted = ("mirror is behind", "held-out success fell")
         by_metrics = [rule for rule in found["rules"] if rule["name"] not in uncounted]
