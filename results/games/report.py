@@ -69,6 +69,7 @@ def draw(results: list[dict[str, Any]], target: Path) -> None:
         axis.set_title(f"{task.name}: {task.scored}", fontsize=9)
         axis.set_xlabel("thousand joint steps", fontsize=8)
         axis.tick_params(labelsize=8)
+        axis.locator_params(axis="x", nbins=6)
         axis.grid(alpha=0.25)
     lines = [seeds[seed] for seed in sorted(seeds)]
     figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), fontsize=8)

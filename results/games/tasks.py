@@ -86,10 +86,7 @@ def exploitability_at(checkpoint: Checkpoint) -> float:
 
 # ---- tasks
 
-LBF = (
-    "share of all food, by level, agents drawing their moves; the task of Papoudakis et al. (2021, table 3, quoted "
-    "from memory; 20 million steps)"
-)
+LBF = "of Papoudakis et al. (2021, table 3, quoted from memory); share of all food, agents drawing their moves"
 TWO_STEP = "the best return is 8; Rashid et al. (2018, section 5)"
 OLD_SCALE = (
     "in rewards as the env first had them, summed over the team. There every agent also collides with itself, which "
@@ -141,14 +138,14 @@ TASKS = [
         "lbf_8x8_coop_mappo",
         "food eaten",
         0.99,
-        f"{LBF} 8x8-2p-2f-coop. MAPPO has 1.00 there, and QMIX 0.96",
+        f"the task 8x8-2p-2f-coop {LBF}. MAPPO has 1.00 there after 20 million steps, QMIX 0.96 after 2",
         held_out("return", 2.0),
     ),
     Task(
         "lbf_15x15_mappo",
         "food eaten",
         0.77,
-        f"{LBF} 15x15-3p-5f. MAPPO and IPPO have 0.77 there, MAA2C 0.87, IA2C 0.89, QMIX 0.09",
+        f"the task 15x15-3p-5f {LBF}. MAPPO has 0.77 there after 20 million steps, IA2C 0.89, QMIX 0.09 after 2",
         held_out("return", 3.0),
     ),
     Task(
