@@ -163,7 +163,8 @@ class VectorConfig(PolicyRunConfig):
         if self.algorithm not in (*self.algorithms, PPO(**shared)):
             raise ValueError(
                 f"algorithm: {self.algorithm.type} trains no policy, since each has an algorithm of its own: write "
-                f"algorithm: {{type: ppo, rollout_length: {self.algorithm.rollout_length}}}, for the rollouts alone"
+                f"algorithm: {{type: ppo, rollout_length: {self.algorithm.rollout_length}, time_limit: "
+                f"{self.algorithm.time_limit}}}, for the rollouts alone"
             )
         return self
 

@@ -50,8 +50,8 @@ class AlgorithmConfig(StrictModel, ABC):
     rollout_length: int = Field(16, ge=1)
     """Rollout length: steps of every parallel game between updates."""
     time_limit: Literal["cuts", "ends"] = "cuts"
-    """What a game's time limit (its truncation) is to training: `cuts` it, so that what would have come after it counts
-    by its value, or `ends` it, so that nothing comes after it, as in EPyMARL and JaxMARL."""
+    """Treatment of games that are truncated by a time limit. `cuts`: returns bootstrap from the value of the last
+    observation. `ends`: the game counts as terminated and its last value is 0, as in EPyMARL and JaxMARL."""
 
     @abstractmethod
     def learner_class(self) -> Callable[..., NetLearner]:
