@@ -57,6 +57,7 @@ class ChatEncoder:
         self._special_ids = {*self.renderer.special, tokenizer.eos_token_id}
         self._prompt = lru_cache(maxsize=cache_size)(self._encode_prompt)
         self._next = lru_cache(maxsize=cache_size)(self._encode_next)
+        self._choices = lru_cache(maxsize=cache_size)(self._encode_choices)
 
     def with_cache(self, size: int) -> ChatEncoder:
         """Returns an encoder with the same settings that caches `size` prompts."""
@@ -307,6 +308,14 @@ class ChatEncoder:
         ids = self.encode_text(body + (end if ends else ""))
         self._check_read(ids, answer, conversation.tools, forced=self._is_forced(prompt))
         return ids
+
+    def encode_choices(self, conversation: Chat, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Returns some answers to a conversation as `encode_answer` does, each as a tuple."""
+        return self._choices(_cache_key(conversation.messages), _cache_key(conversation.tools), tuple(texts))
+
+    def _encode_choices(self, messages: str, tools: str, texts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        conversation = Chat(tuple(json.loads(messages)), json.loads(tools))
+        return tuple(tuple(self.encode_answer(conversation, text).tolist()) for text in texts)
 
     def _check_read(self, ids: np.ndarray, answer: ReadAnswer, tools: Sequence[Json], *, forced: bool) -> None:
         read = self.form.read(self.decode(ids), tools, forced=forced)

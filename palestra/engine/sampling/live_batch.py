@@ -115,7 +115,9 @@ class LiveBatch(ABC):
         seeds = np.array([row.group.seed for row in rows], np.uint64)
         siblings = np.array([row.sibling for row in rows], np.uint64)
         steps = np.array([len(row.token_ids) for row in rows], np.uint64)
-        tokens_R, logps_R, kept_ids = sample_tokens(logits_RV, settings, counter_uniform(seeds, siblings, steps))
+        allowed = {i: ids for i, row in enumerate(rows) if (ids := row.allowed_ids) is not None}
+        u_R = counter_uniform(seeds, siblings, steps)
+        tokens_R, logps_R, kept_ids = sample_tokens(logits_RV, settings, u_R, allowed)
         if np.isnan(logps_R).any():
             raise ValueError(
                 "the weights give no probabilities (NaN): they grew without bound. Lower the learning rate."
@@ -143,6 +145,8 @@ class LiveBatch(ABC):
     def _stops(self, row: LiveSequence, token: int, end: bool) -> tuple[bool, deque[int]]:
         """Returns whether `token` ends the answer, and the row's tail including that token."""
         sampling = row.group.request.sampling
+        if choices := row.group.request.choices:
+            return (*row.token_ids, token) in choices, row.tail
         if (end and sampling.stop_at_eos) or token in sampling.stop_token_ids:
             return True, row.tail
         if not sampling.stop:

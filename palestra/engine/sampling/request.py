@@ -6,9 +6,10 @@ Shapes: `P` prompt tokens, `T` answer positions, `k` best tokens, `V` vocabulary
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ class Request:
 
     `keep_kv` stores the answers' keys and values for a later turn that continues one of them. `seed` is taken modulo
     2**64. `top_logprobs` is the number of most likely tokens to return at each position. `client` is the name under
-    which rows are shared fairly.
+    which rows are shared fairly. `choices` are token sequences of which an answer must be one (none: not restricted),
+    each with its end token, so that none begins another.
     """
 
     prompt_ids: np.ndarray
@@ -42,6 +44,7 @@ class Request:
     keep_kv: bool = False
     top_logprobs: int = 0
     client: str = ""
+    choices: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -199,6 +202,16 @@ class LiveSequence:
         return self.slot.pages[0] if self.slot else 0
 
     @property
+    def allowed_ids(self) -> np.ndarray | None:
+        """The tokens, int32, with which the answer can go on to one of the request's choices; None if it has none."""
+        choices = self.group.request.choices
+        if not choices:
+            return None
+        so_far = tuple(self.token_ids)
+        count = len(so_far)
+        return np.array(sorted({choice[count] for choice in choices if choice[:count] == so_far}), np.int32)
+
+    @property
     def is_full(self) -> bool:
         return len(self.token_ids) == self.group.request.sampling.max_tokens
 
@@ -254,3 +267,14 @@ def check_top_logprobs(engine: Engine, k: int) -> None:
     vocabulary = engine.model.config.get_text_config().vocab_size
     if not 0 <= k <= vocabulary:
         raise ValueError(f"{k} likeliest tokens asked for: it must be 0 to {vocabulary}, the base's vocabulary")
+
+
+def check_choices(engine: Engine, choices: Sequence[Sequence[int]]) -> None:
+    """Raises ValueError unless the choices are token ids of the base, and none begins another: the longer of two such
+    choices could never be sampled."""
+    vocabulary = engine.model.config.get_text_config().vocab_size
+    ordered = sorted({*map(tuple, choices)})
+    if any(not choice or min(choice) < 0 or max(choice) >= vocabulary for choice in ordered):
+        raise ValueError(f"choices must be token ids from 0 to {vocabulary - 1}, as the base has them")
+    if any(after[: len(choice)] == choice for choice, after in pairwise(ordered)):
+        raise ValueError("one of the choices begins another, so that the longer one could not be sampled")

@@ -6,13 +6,13 @@ Shapes: `R` live rows, `V` vocabulary, `C` candidates, `k` best tokens.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from palestra.core.config import StrictModel
@@ -30,7 +30,8 @@ class SamplingConfig(StrictModel):
 
     An answer ends with the model's end token (unless `stop_at_eos` is false), with one of `stop_token_ids`, with the
     token that completes one of the `stop` strings, or after `max_tokens`. The ending token is part of the answer.
-    `thinking_token_budget` is the policy's to keep, which knows what a thought is; a sampler has no use for it.
+    `thinking_token_budget` and `legal_only` are the policy's to keep, which knows what a thought is and what an
+    observation allows; a sampler has no use for them.
     """
 
     max_tokens: int = Field(32, ge=1)
@@ -52,6 +53,9 @@ class SamplingConfig(StrictModel):
     """Records the tokens that top-k and top-p kept, with log-probabilities of the distribution that they leave, and
     trains that distribution too (DeepSeek-V3.2, 2025, "Keep Sampling Mask"). Without it log-probabilities are of all
     tokens, and the policy gradient of truncated samples is biased."""
+    legal_only: bool = False
+    """Samples an answer among the legal actions that the env lists with an observation (guided choice): no other token
+    is sampled, and log-probabilities and entropies are of what is left, in training too."""
 
     thinking_token_budget: int | None = Field(None, ge=1)
     """Tokens after which an answer that is still a thought is made to end it, with the marks of the chat template, and
@@ -65,7 +69,16 @@ class SamplingConfig(StrictModel):
 
     @property
     def records_mask(self) -> bool:
-        return self.keep_sampling_mask and self.is_truncated
+        return self.legal_only or (self.keep_sampling_mask and self.is_truncated)
+
+    @model_validator(mode="after")
+    def _can_be_legal(self) -> Self:
+        if self.legal_only and (self.stop or self.stop_token_ids or not self.stop_at_eos or self.thinking_token_budget):
+            raise ValueError(
+                "legal_only: an answer is one of the legal actions and its end token, as a whole: leave out stop, "
+                "stop_token_ids, stop_at_eos and thinking_token_budget"
+            )
+        return self
 
 
 class SampledTokens(NamedTuple):
@@ -93,8 +106,16 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def sample_tokens(logits_RV: Tensor, settings: Sequence[SamplingConfig], u_R: np.ndarray) -> SampledTokens:
-    """Samples a token of each row by inverse CDF at `u_R`."""
+def sample_tokens(
+    logits_RV: Tensor,
+    settings: Sequence[SamplingConfig],
+    u_R: np.ndarray,
+    allowed: Mapping[int, np.ndarray] | None = None,
+) -> SampledTokens:
+    """Samples a token of each row by inverse CDF at `u_R`. `allowed` has the only tokens that may be sampled, by the
+    number of the row; rows that it lacks are not restricted."""
+    if allowed:
+        logits_RV = _only(logits_RV, allowed)
     chunks = [_sample_chunk(logits_RV[few], settings[few], u_R[few]) for few in cached_chunks(logits_RV)]
     tokens, logps, kept_ids = zip(*chunks, strict=True)
     # one transfer of all chunks: each would wait for the device
@@ -116,9 +137,22 @@ def _sample_chunk(
     kept_ids = [NO_IDS] * len(settings)
     if masked := [i for i, s in enumerate(settings) if s.records_mask]:
         logps_R[masked] -= kept_RV[masked].logsumexp(-1)
-        for i, row_V in zip(masked, kept_RV[masked], strict=True):
-            kept_ids[i] = (row_V > -torch.inf).nonzero()[:, 0].int().cpu().numpy()
+        which, ids = (kept_RV[masked] > -torch.inf).nonzero().cpu().numpy().T
+        parts = np.split(ids.astype(np.int32), np.searchsorted(which, np.arange(1, len(masked))))
+        for i, part in zip(masked, parts, strict=True):
+            kept_ids[i] = part
     return tokens_R, logps_R, kept_ids
+
+
+def _only(logits_RV: Tensor, allowed: Mapping[int, np.ndarray]) -> Tensor:
+    """Returns the logits with those of tokens that are not allowed set to minus infinity."""
+    rows_K = np.repeat(list(allowed), [len(ids) for ids in allowed.values()])
+    ids_K = np.concatenate(list(allowed.values()))
+    index = torch.as_tensor(rows_K, device=logits_RV.device), torch.as_tensor(ids_K, device=logits_RV.device).long()
+    restricted_RV = logits_RV.clone()
+    restricted_RV[list(allowed)] = -torch.inf
+    restricted_RV[index] = logits_RV[index]
+    return restricted_RV
 
 
 def top_tokens(logits_RV: Tensor, settings: Sequence[SamplingConfig], k: int) -> tuple[np.ndarray, np.ndarray]:

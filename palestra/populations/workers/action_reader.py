@@ -47,13 +47,14 @@ class LMActionReader:
                 player, text = key
                 legal = self.tree.action_mask[state].nonzero()[0].tolist()
                 role = self.env.roles[self.env.seats[player]]
-                self.queries.append(Query(role, self.env.format_observation(text, legal)))
+                words = [self.env.action_words[action] for action in legal]
+                self.queries.append(Query(role, self.env.format_observation(text, legal), legal_actions=words))
                 self._legal.append(legal)
 
     @property
     def words(self) -> list[list[str]]:
         """The words of the legal actions at each distinct observation, in their order."""
-        return [[self.env.action_words[action] for action in legal] for legal in self._legal]
+        return [query.legal_actions or [] for query in self.queries]
 
     def policy(self, name: str, policy: Policy) -> np.ndarray:
         """Returns a member's action probabilities, float64 [I, A], computed once per name.

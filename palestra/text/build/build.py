@@ -319,10 +319,11 @@ def check_sampling_masks(parts: Sequence[TextConfig], trained: Collection[str]) 
     for part in parts:
         for name, policy in _trained_policies([part], trained):
             sampling = policy.sampling
-            if sampling.is_truncated and sampling.keep_sampling_mask and not part.algorithm.needs_old_logprobs:
+            if sampling.records_mask and not part.algorithm.needs_old_logprobs:
+                option = "legal_only" if sampling.legal_only else "keep_sampling_mask"
                 raise ValueError(
-                    f"policies.{name}.sampling.keep_sampling_mask trains the distribution that top_k and top_p leave, "
-                    f"but type: {part.algorithm.type} trains that of all tokens: set keep_sampling_mask: false"
+                    f"policies.{name}.sampling.{option} trains the distribution over the tokens that it leaves, but "
+                    f"type: {part.algorithm.type} trains that of all tokens: set {option}: false"
                 )
 
 

@@ -93,9 +93,31 @@ class LanguagePolicy:
         keep = self.history == "conversation" or (isinstance(seen, Chat) and not len(shared_ids))
         async with newest()._cached_prefix(shared_ids):
             current = newest()  # weights may have changed while the prefix was computed
-            request = Request(prompt_ids, query.n, current.sampling, current.adapter, query.seed, keep)
+            choices = current.choices(query)
+            request = Request(prompt_ids, query.n, current.sampling, current.adapter, query.seed, keep, choices=choices)
             sampled = await current.sample(request, newest)
         return current._answers(prompt_ids, sampled, seen.tools if isinstance(seen, Chat) else ())
+
+    def choices(self, query: Query) -> tuple[tuple[int, ...], ...]:
+        """Returns the only answers that may be sampled, as token ids: with `sampling.legal_only` the legal actions,
+        each as the chat template writes it and with its end token, else (). Raises ValueError if the env lists none, or
+        if an answer cannot be one of them."""
+        if not self.sampling.legal_only:
+            return ()
+        if not query.legal_actions:
+            raise ValueError(
+                f"policy {self.name} has sampling.legal_only: true, and the env lists no legal actions with an "
+                "observation: leave it out"
+            )
+        words = [str(action) for action in query.legal_actions]
+        choices = self.encoder.encode_choices(self._conversation(query), words)
+        longest = max(map(len, choices))
+        if longest > self.sampling.max_tokens:
+            raise ValueError(
+                f"policy {self.name} has sampling.legal_only: true, and the longest of the legal actions "
+                f"({', '.join(words[:8])}) has {longest} tokens with its end: set sampling.max_tokens: {longest}"
+            )
+        return choices
 
     async def sample(self, request: Request, newest: Callable[[], LanguagePolicy] | None = None) -> list[Completion]:
         """Returns the completions of a request, whose thoughts end within its `thinking_token_budget`; `newest` as in

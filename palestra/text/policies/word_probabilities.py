@@ -8,9 +8,9 @@ Shapes: `O` observations, `W` words, `T` tokens of a spelling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,7 @@ MAX_SPELLINGS = 256  # maximum number of spellings of a word
 
 def word_probabilities(policy: LanguagePolicy, queries: Sequence[Query], words: Sequence[Sequence[str]]) -> np.ndarray:
     """Returns the probability [O, W] float64 that the answer to each query is exactly each of its `words` [O][<= W]; 0
-    for missing words.
+    for missing words. With `sampling.legal_only` they are the legal actions of the queries.
 
     Answers that contain tokens without text, such as special tokens, are not counted.
 
@@ -43,6 +43,8 @@ def word_probabilities(policy: LanguagePolicy, queries: Sequence[Query], words: 
             "their probabilities are not the model's: set temperature to 1 or 0, and leave the other settings out"
         )
     engine, prompts = _prompts(policy, queries)
+    if sampling.legal_only:
+        return _choice_probabilities(policy, engine, prompts, queries)
     most = sampling.max_tokens
     ends = end_token_ids(engine)
     questions: list[ScoreRequest] = []
@@ -64,12 +66,60 @@ def word_probabilities(policy: LanguagePolicy, queries: Sequence[Query], words: 
     return probs
 
 
+class _Fork(NamedTuple):
+    """A place in the answers to query `query` where legal actions part: after the tokens `begun`, one of `following`
+    comes next."""
+
+    query: int
+    begun: tuple[int, ...]
+    following: list[int]
+
+
+def _choice_probabilities(
+    policy: LanguagePolicy, engine: Engine, prompts: Sequence[np.ndarray], queries: Sequence[Query]
+) -> np.ndarray:
+    """Returns the probability [O, W] float64 of each legal action of each query, where no other can be sampled: the
+    product of its tokens' probabilities among those with which a legal action goes on."""
+    choices = [policy.choices(query) for query in queries]
+    forks = [fork for o, known in enumerate(choices) for fork in _forks(o, known)]
+    questions = []
+    for fork in forks:
+        ids = np.concatenate([prompts[fork.query], fork.begun, fork.following[:1]]).astype(np.int32)
+        targets = np.full((len(ids) - 1, len(fork.following)), -1)
+        targets[-1] = fork.following
+        questions.append(ScoreRequest(ids, policy.adapter, targets=targets))
+    probs = np.zeros((len(queries), max(map(len, choices))))
+    for o, known in enumerate(choices):
+        probs[o, : len(known)] = 1.0
+    for fork, scores in zip(forks, score_prompts(engine, questions), strict=True):
+        assert scores.target_logprobs is not None
+        likely = np.exp(scores.target_logprobs[-1].astype(float))
+        share = dict(zip(fork.following, likely / likely.sum(), strict=True))
+        at = len(fork.begun)
+        for w, choice in enumerate(choices[fork.query]):
+            if choice[:at] == fork.begun:
+                probs[fork.query, w] *= share[choice[at]]
+    return probs
+
+
+def _forks(query: int, choices: Sequence[tuple[int, ...]]) -> Iterator[_Fork]:
+    """Returns the places where the `choices` of query number `query` part."""
+    following: dict[tuple[int, ...], set[int]] = {}
+    for choice in choices:
+        for t, token in enumerate(choice):
+            following.setdefault(choice[:t], set()).add(token)
+    return (_Fork(query, begun, sorted(after)) for begun, after in following.items() if len(after) > 1)
+
+
 def greedy_answers(policy: LanguagePolicy, queries: Sequence[Query]) -> list[str]:
     """Returns the one answer of a policy at temperature 0 to each query. Raises ValueError as `word_probabilities`
     does."""
     assert policy.sampling.temperature == 0
     engine, prompts = _prompts(policy, queries)
-    requests = [Request(prompt, 1, policy.sampling, policy.adapter) for prompt in prompts]
+    requests = [
+        Request(prompt, 1, policy.sampling, policy.adapter, choices=policy.choices(query))
+        for prompt, query in zip(prompts, queries, strict=True)
+    ]
     answers = Sampler(engine).sample_all(requests)
     return [policy.read(sampled, prompt).text for (sampled,), prompt in zip(answers, prompts, strict=True)]
 

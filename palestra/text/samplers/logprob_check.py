@@ -77,16 +77,22 @@ def _check_masks(sampler: VllmSampler, policies: Sequence[SampledPolicy]) -> Non
     without = [server.url for server in sampler.servers if not server.is_palestra]
     if asking and without:
         raise ValueError(
-            f"policies.{asking[0]}.sampling.keep_sampling_mask needs the tokens that top_k and top_p kept, and vLLM's "
-            f"/v1/completions at {without[0]} returns none: sample in this process, or with sampler: {{type: "
-            "processes}, or set top_p: 1.0 and top_k: 0"
+            f"policies.{asking[0]}.sampling keeps only some tokens in training (legal_only, keep_sampling_mask), and "
+            f"vLLM's /v1/completions at {without[0]} does not return them: sample in this process, or with sampler: "
+            "{type: processes}, or set legal_only: false, top_p: 1.0 and top_k: 0"
         )
 
 
 def _requests(engine: Engine, claim: SampledPolicy, adapter: Adapter | None) -> list[Request]:
     snapshot = adapter.snapshot(claim.name, engine.dtype) if adapter else None
     # without stop conditions, so that all completions have equal length
-    changes = {"max_tokens": COMPLETION_TOKENS, "stop": (), "stop_token_ids": (), "stop_at_eos": False}
+    changes = {
+        "max_tokens": COMPLETION_TOKENS,
+        "stop": (),
+        "stop_token_ids": (),
+        "stop_at_eos": False,
+        "legal_only": False,
+    }
     sampling = claim.sampling.model_copy(update=changes)
     return [
         Request(prompt, COMPLETIONS_PER_PROMPT, sampling, snapshot, seed=i) for i, prompt in enumerate(_prompts(engine))

@@ -198,6 +198,7 @@ async def create_completions(call: Call) -> Response:
         state.adapter(asked.model),
         asked.seed % 2**64,
         asked.keep,
+        choices=tuple(map(tuple, asked.choices)),
     )
     try:
         answers = await cancel_on_disconnect(call.receive, state.engine_thread.run_async(state.sampler.sample(request)))

@@ -22,6 +22,7 @@ PALESTRA_OWNER = "palestra"  # `owned_by` of models on palestra's own servers
 KEY_VARIABLE = "PALESTRA_SAMPLER_KEY"  # default environment variable of the API key
 READY_PREFIX = "sampling at "  # prefix of the output line with the server's address
 MAX_COMPLETIONS = 4096
+MAX_CHOICES = 4096
 ERROR_TYPES = {401: "AuthenticationError", 404: "NotFoundError", 429: "RateLimitError", 500: "InternalServerError"}
 
 Name = Annotated[str, Field(min_length=1, max_length=512)]
@@ -40,7 +41,8 @@ class CompletionBody(RequestBody):
     `prompt_logprobs: 0` also returns the log-probability of each prompt token, at temperature 1. `keep` is a palestra
     extension: keep their KV cache for a later turn. `return_sampling_mask`, another, returns the tokens that top-k and
     top-p kept at each position as `sampling_mask`, a list of lists as in vLLM's engine, and log-probabilities of the
-    distribution that they leave.
+    distribution that they leave. `choices`, a third, are token sequences of which a completion must be one; they are
+    returned as a mask, too.
     """
 
     model: Name
@@ -63,6 +65,7 @@ class CompletionBody(RequestBody):
     stream: Literal[False] = False
     keep: bool = False
     return_sampling_mask: bool = False
+    choices: list[Annotated[TokenIds, Field(min_length=1)]] = Field([], max_length=MAX_CHOICES)
 
     @property
     def sampling(self) -> SamplingConfig:
@@ -75,6 +78,7 @@ class CompletionBody(RequestBody):
             stop_token_ids=tuple(self.stop_token_ids),
             stop_at_eos=not self.ignore_eos,
             keep_sampling_mask=self.return_sampling_mask,
+            legal_only=bool(self.choices),
         )
 
 
@@ -114,7 +118,9 @@ def build_completion_body(request: Request, model: str, *, keep: bool) -> dict[s
         "logprobs": 0,
         "return_token_ids": True,
     }
-    if sampling.records_mask:
+    if request.choices:
+        fields["choices"] = request.choices
+    elif sampling.records_mask:
         fields["return_sampling_mask"] = True
     return fields | ({"keep": True} if keep else {})
 

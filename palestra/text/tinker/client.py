@@ -71,8 +71,9 @@ class RemoteEngines:
                 )
             if isinstance(policy, LoraPolicyConfig) and policy.sampling.records_mask:
                 raise ValueError(
-                    f"policies.{name}.sampling.keep_sampling_mask needs the tokens that top_k and top_p kept, and the "
-                    "protocol of servers has no field for them: set top_p: 1.0 and top_k: 0, or train without engine:"
+                    f"policies.{name}.sampling keeps only some tokens in training (legal_only, keep_sampling_mask), "
+                    "and the protocol of servers has no field for them: set legal_only: false, top_p: 1.0 and "
+                    "top_k: 0, or train without engine:"
                 )
 
     def build_learner(

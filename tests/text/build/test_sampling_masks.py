@@ -138,7 +138,7 @@ def test_training_on_a_server_is_refused(base):
     client = pytest.importorskip("palestra.text.tinker.client")
     tree = config(base, {**KEEP, "temperature": 1.0})
     engines = client.RemoteEngines(None)
-    with pytest.raises(ValueError, match=r"guide.sampling.keep_sampling_mask needs .* no field for them"):
+    with pytest.raises(ValueError, match=r"guide.sampling keeps only some tokens .* no field for them"):
         engines.check_supported(tree.algorithm.loss, tree.algorithm.loss_options, tree.policies)
 
 

@@ -163,6 +163,20 @@ def test_palestra_sampler_server_equals_the_engine(there: ServerInfo, engine: En
             assert masks[0] == masks[1] and bool(masks[0]) == (ours is here[-1])
 
 
+def test_choices_bind_a_server_of_ours_too(there: ServerInfo, engine: Engine, sampler: VllmSampler) -> None:
+    if not there.ours:
+        pytest.skip("vLLM's servers are refused at the start, see below")
+    end = int(engine.tokenizer.eos_token_id)
+    choices = ((20, end), (20, 21, end), (22, end))
+    asked = Request(prompt(engine), 40, SamplingConfig(max_tokens=3, legal_only=True), seed=3, choices=choices)
+    (here,), (elsewhere,) = Sampler(engine).sample_all([asked]), sample_together(sampler, asked)
+    assert {tuple(ids) for ids in tokens(elsewhere)} <= set(choices)
+    assert tokens(elsewhere) == tokens(here) and len(here) == 40
+    for ours, theirs in zip(here, elsewhere, strict=True):
+        assert ours.sampling_mask is not None and theirs.sampling_mask is not None
+        assert theirs.sampling_mask.rows() == ours.sampling_mask.rows()
+
+
 def test_stop_token_is_part_of_the_answer(there: ServerInfo, engine: Engine, sampler: VllmSampler) -> None:
     start, greedy = prompt(engine), SamplingConfig(max_tokens=8, temperature=0, stop_at_eos=False)
     ((whole, twin),) = sample_together(sampler, Request(start, 2, greedy))
@@ -195,7 +209,7 @@ def test_sampling_masks_are_checked_and_refused_for_vllm(
     if there.ours:
         check_logprobs(sampler, engine, policies, None)
     sampler.servers[0].is_palestra = False
-    with pytest.raises(ValueError, match=rf"policies.red.sampling.keep_sampling_mask needs .* at {there.url} returns"):
+    with pytest.raises(ValueError, match=rf"policies.red.sampling keeps only some tokens .* at {there.url} does not"):
         check_logprobs(sampler, engine, policies, None)
 
 
