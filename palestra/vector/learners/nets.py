@@ -39,6 +39,7 @@ from palestra.vector.nets.on_device import CPU, RolloutTensors, numbers_of
 from palestra.vector.nets.seat_mapping import SeatMapping, group_into_stacks
 from palestra.vector.policies.base import VectorPolicy
 from palestra.vector.policies.nets import NetVectorPolicy, greedy_selector
+from palestra.vector.rollouts.rollout import TimeLimit
 
 WEIGHT_KEY = "weight"  # key in a line of metrics: the weight of its minibatch
 
@@ -49,7 +50,7 @@ class AlgorithmConfig(StrictModel, ABC):
 
     rollout_length: int = Field(16, ge=1)
     """Rollout length: steps of every parallel game between updates."""
-    time_limit: Literal["cuts", "ends"] = "cuts"
+    time_limit: TimeLimit = "cuts"
     """Treatment of games that are truncated by a time limit. `cuts`: returns bootstrap from the value of the last
     observation. `ends`: the game counts as terminated and its last value is 0, as in EPyMARL and JaxMARL."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from palestra.envs.vector_base import Arrays, VectorEnv, VectorStep, zero_action
 from palestra.vector.policies.base import VectorPolicy
 
 TimeLimit = Literal["cuts", "ends"]  # what it does to a game, for training
+Played = TypeVar("Played", VectorStep, RolloutBatch)
 MakeZeros = Callable[[tuple[int, ...], Any], np.ndarray]  # of a shape and a dtype
 MAX_EPISODE_STEPS = 100_000  # joint steps after which what waits for the end of an episode gives up
 LARGE_REWARD = 1e6  # rewards above this are a likely cause of non-finite losses
@@ -226,17 +227,18 @@ def seen_in_batch(vector_step: VectorStep, batch: RolloutBatch, t: int) -> Vecto
     return replace(vector_step, obs=batch.obs[t], action_mask=action_mask)
 
 
-def terminate_truncated(vector_step: VectorStep) -> VectorStep:
-    """Returns a step in which truncated games are terminated, for all seats; `vector_step` itself if there is none."""
-    cut = vector_step.truncated
+def terminate_truncated(played: Played) -> Played:
+    """Returns a step or a batch in which truncated games are terminated, for all seats; `played` itself if there is
+    none."""
+    cut = played.truncated
     if not cut.any():
-        return vector_step
-    gone = vector_step.seat_terminated
+        return played
+    gone = played.seat_terminated
     return replace(
-        vector_step,
-        terminated=vector_step.terminated | cut,
+        played,
+        terminated=played.terminated | cut,
         truncated=np.zeros_like(cut),
-        seat_terminated=None if gone is None else gone | cut[:, None],
+        seat_terminated=None if gone is None else gone | cut[..., None],
     )
 
 

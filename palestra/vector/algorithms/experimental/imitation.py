@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from palestra.core.losses import LossInputs, TensorMetrics, clipped_policy_loss, cross_entropy_loss
@@ -133,6 +133,12 @@ class BC(AlgorithmConfig):
 
     def learner_class(self) -> Callable[..., NetLearner]:
         return BCLearner
+
+    @model_validator(mode="after")
+    def _learns_no_values(self) -> Self:
+        if self.time_limit == "ends":
+            raise ValueError("time_limit: ends is about the values of states, and bc learns none: leave it out")
+        return self
 
 
 class BCLearner(NetLearner):

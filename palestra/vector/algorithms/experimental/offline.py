@@ -14,6 +14,7 @@ from palestra.vector.learners.nets import AlgorithmConfig, NetLearner
 from palestra.vector.nets.on_device import RolloutTensors
 from palestra.vector.nets.replay import ReplayBuffer
 from palestra.vector.rollouts.episodes import EpisodeFiles, digest, read_vector_episodes
+from palestra.vector.rollouts.rollout import terminate_truncated
 
 
 class OfflineConfig(AlgorithmConfig):
@@ -60,6 +61,8 @@ class OfflineLearner(NetLearner):
         """Reads the data and scales observations by them; `options` are those of `ReplayBuffer`. Raises ValueError if
         they do not fit the env, or hold nothing that a policy can learn from."""
         batch = read_vector_episodes(self.config.data, self.env)
+        if self.config.time_limit == "ends":
+            batch = terminate_truncated(batch)
         found = DataSet(self.config.data, batch, **options)
         acts = found.ring.columns["agent_mask"] & found.ring.columns["known"]
         for stack in self.stacks:

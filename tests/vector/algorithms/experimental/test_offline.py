@@ -357,6 +357,26 @@ class Corridors(NativeEnv):
         frame.obs[:] = np.eye(self.PLACES)[place]
 
 
+@pytest.mark.parametrize("config", [IQL, CQL])
+def test_time_limit_of_recorded_games_counts_as_the_algorithm_says(config: Any, tmp_path: Path) -> None:
+    """Games end by their limit only: each seat has one last step in 16, whose value is bootstrapped or 0."""
+    env = Corridors(8)
+    path = record_uniform_play(env, 64, tmp_path / "moves.parquet")
+
+    def ended(**options: Any) -> float:
+        made = learner(config(data=path, **options), env, {"a": [0], "b": [1]})
+        sampled = made.replay.sample(4000, np.random.default_rng(0))
+        return float((sampled.discounts[sampled.weight > 0] == 0).float().mean())
+
+    assert ended() == 0
+    assert ended(time_limit="ends") == pytest.approx(1 / 16, abs=0.015)
+
+
+def test_behaviour_cloning_refuses_a_time_limit_that_ends() -> None:
+    with pytest.raises(ValueError, match="time_limit: ends is about the values of states, and bc learns none"):
+        BC(demonstrations="unread", time_limit="ends")
+
+
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], float]:
     """Files of two players, and the return of the better one. Two thirds are of a player that walks to the middle and
