@@ -47,7 +47,7 @@ TALK = {
     "imitation_steps": 8,
     "payoffs": "exact",
 }
-VOCABULARY = {"J": "1", "Q": "2", "K": "3", "pass": "no", "bet": "yes"}
+VOCABULARY = {"J": "1", "Q": "2", "K": "3", "pass": "up", "bet": "down"}
 PLANS = {
     "psro": {"iterations": 2, "env_steps": 64, "games_per_cell": 20, "adaptive_games": 40},
     "self_play": {"slices": 3, "env_steps": 64, "matchmaker": {"type": "pfsp"}},

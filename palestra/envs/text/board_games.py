@@ -45,7 +45,7 @@ class TextGame(Env):
     equal a word exactly, so a policy is a table of word probabilities. `full`: the role explains the rules, and the
     word after the last "####" counts, in upper or lower case.
 
-    `vocabulary` replaces the game's words, for models with a small vocabulary: `{"pass": "no", "bet": "yes"}`. Raises
+    `vocabulary` replaces the game's words, for models with a small vocabulary: `{"pass": "up", "bet": "down"}`. Raises
     ValueError if that maps two words to one.
     """
 
@@ -78,6 +78,11 @@ class TextGame(Env):
     def is_tabular(self) -> bool:
         """True if a policy is a table: the states can be enumerated, and each action is exactly one answer."""
         return self.is_enumerable and self.rendering == "compact"
+
+    @property
+    def words(self) -> list[str]:
+        """The words of the game that are known without playing it: those of its actions, and of `vocabulary`."""
+        return [*self.action_words, *self.vocabulary.values()]
 
     def rules_for(self, seat: Seat) -> str:
         if self.rendering == "full":

@@ -7,6 +7,8 @@ Shapes: `I` information states, `U` distinct observations, `A` actions.
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 from palestra.envs.text.board_games import TextGame
@@ -15,6 +17,8 @@ from palestra.text.policies.base import Policy, Query
 from palestra.text.policies.lm import LanguagePolicy
 from palestra.text.policies.scripted import RandomPolicy
 from palestra.text.policies.word_probabilities import greedy_answers, word_probabilities
+
+WORD = re.compile(r"\w+")
 
 
 class LMActionReader:
@@ -50,6 +54,12 @@ class LMActionReader:
                 words = [self.env.action_words[action] for action in legal]
                 self.queries.append(Query(role, self.env.format_observation(text, legal), legal_actions=words))
                 self._legal.append(legal)
+
+    @property
+    def telling_words(self) -> list[str]:
+        """The words of the actions, and those that not every observation has: what a player must tell apart."""
+        seen = [set(WORD.findall(query.observation)) for query in self.queries]
+        return [*self.env.words, *sorted(set().union(*seen) - set.intersection(*seen))]
 
     @property
     def words(self) -> list[list[str]]:

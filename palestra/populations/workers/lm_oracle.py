@@ -22,6 +22,7 @@ from palestra.core.config import StrictModel, validate
 from palestra.core.failures import RunFailed
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Episode, Seat
+from palestra.engine.bases.indistinct_words import check_words
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.envs.remote.remote_env import make_env
@@ -175,6 +176,8 @@ class LanguageWorker:
         return learner
 
     def _new(self, name: str, config: LoraPolicyConfig) -> LanguageLearner:
+        if self.action_reader:
+            check_words(self.engines.shared_engine(config)[0], self.action_reader.telling_words)
         return self.engines.build_learner(name, config, derive_seed(self.seed, "adapter", name))
 
     async def _teach(self) -> LanguageLearner:

@@ -14,9 +14,11 @@ from palestra.core.config import load, validate
 from palestra.core.losses import has_dropout
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Answer, Seat
+from palestra.engine.bases.indistinct_words import check_words
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.envs.remote.address import pop_metrics
 from palestra.envs.remote.remote_env import env_factory, has_option, make_env
+from palestra.envs.text.board_games import TextGame
 from palestra.runs import find_run, list_checkpoints
 from palestra.runs.seats import resolve_seats
 from palestra.text.algorithms.grpo_config import GRPOConfig
@@ -73,6 +75,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     resolver = PolicyResolver(learners, fixed, engines, in_flight_policies(config, learners))
     learning = {name: learner for name, learner in learners.items() if name in policy_names.values()}
     check_sampling_masks(parts, learning)
+    check_game_words(parts, learning)
     check_dropout(parts, learning)
     check_world_models(parts, learning)
     check_thinking_budgets(parts, config.eval_sampling, learners)
@@ -319,12 +322,24 @@ def check_sampling_masks(parts: Sequence[TextConfig], trained: Collection[str]) 
     for part in parts:
         for name, policy in _trained_policies([part], trained):
             sampling = policy.sampling
-            if sampling.records_mask and not part.algorithm.needs_old_logprobs:
+            imitates_legal = sampling.legal_only and part.algorithm.type == "sft"  # which is about all tokens anyway
+            if sampling.records_mask and not (part.algorithm.needs_old_logprobs or imitates_legal):
                 option = "legal_only" if sampling.legal_only else "keep_sampling_mask"
                 raise ValueError(
                     f"policies.{name}.sampling.{option} trains the distribution over the tokens that it leaves, but "
                     f"type: {part.algorithm.type} trains that of all tokens: set {option}: false"
                 )
+
+
+def check_game_words(parts: Sequence[TextConfig], trained: Mapping[str, LanguageLearner]) -> None:
+    """Raises ValueError if the base of an adapter of `trained` cannot tell two words of a game apart."""
+    for part in parts:
+        games = [game for env in part.named_envs.values() if isinstance(game := make_env(**env), TextGame)]
+        for name, learner in trained.items():
+            engine = learner.sampler.engine
+            if engine is not None and isinstance(part.policies[name], LoraPolicyConfig):
+                for game in games:
+                    check_words(engine, game.words)
 
 
 def check_dropout(parts: Sequence[TextConfig], trained: Collection[str]) -> None:

@@ -174,7 +174,7 @@ def test_one_kind_of_game_twice_gives_the_same_digits() -> None:
 
 
 def test_a_run_plays_its_own_game_in_its_own_words(tmp_path: Path) -> None:
-    words = {"J": "1", "Q": "2", "K": "3", "pass": "no", "bet": "yes"}
+    words = {"J": "1", "Q": "2", "K": "3", "pass": "up", "bet": "down"}
     run = pl.train(
         {
             "env": {"type": "text_kuhn", "vocabulary": words},

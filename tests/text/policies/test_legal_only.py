@@ -65,7 +65,7 @@ def config(base: Any = "tiny", **changes: Any) -> TextConfig:
         "name": "legal",
         "steps": 4,
         "episodes": 16,
-        "env": {"type": "text_kuhn", "vocabulary": {"pass": "no", "bet": "yes"}},
+        "env": {"type": "text_kuhn", "vocabulary": {"pass": "up", "bet": "down"}},
         "policies": {"player_0": speech, "player_1": {"type": "random"}},
         "algorithm": {"type": "grpo", "branch_at": "root", "group_size": 4, "scale": "none", "entropy_coef": 0.1},
     }
@@ -85,7 +85,7 @@ def first_step(setup: TextTrainer) -> tuple[list[Answer], Any]:
 def test_training_is_over_legal_actions() -> None:
     """The trainer's log-probabilities are the sampler's, and no entropy exceeds that of two words."""
     answers, metrics = first_step(build(config()))
-    assert {answer.text for answer in answers} <= {"no", "yes"}
+    assert {answer.text for answer in answers} <= {"up", "down"}
     assert all(answer.sampling_mask is not None and answer.sampling_mask.counts.max() == 2 for answer in answers)
     assert metrics["sampler_kl"] == pytest.approx(0, abs=1e-5)
     assert 0 < metrics["entropy"] <= np.log(2) / 2 + 1e-6  # of each of two tokens, the second of which is forced
@@ -115,9 +115,12 @@ def test_what_cannot_be_legal_says_so(changes: dict[str, Any], message: str) -> 
 def test_settings_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="legal_only: an answer is one of the legal actions and its end token"):
         SamplingConfig(legal_only=True, stop=("x",))
-    imitation = {"type": "sft", "min_return": None}
     with pytest.raises(ValueError, match="legal_only trains the distribution over the tokens that it leaves"):
-        build(config(algorithm=imitation))
+        build(config(algorithm={"type": "dpo", "branch_at": "root"}))
+
+
+def test_form_may_be_imitated_before_legal_play() -> None:
+    assert build(config(algorithm={"type": "sft", "min_return": None})).learners
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,38 @@
+"""Words that a base cannot tell apart: its training has not seen their tokens, and left all such with one embedding.
+
+An adapter reads what the embeddings tell it, so it cannot learn to tell the words apart either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import combinations
+
+import torch
+
+from palestra.engine.bases.model import Engine
+
+SAME_DIRECTION = (
+    0.999  # cosine from which two embeddings count as one; those of tokens that were seen have at most 0.95
+)
+
+
+def check_words(engine: Engine, words: Iterable[str]) -> None:
+    """Raises ValueError if the base has one embedding for two of the words, alone or after a space."""
+    for one, other in combinations(dict.fromkeys(words), 2):
+        if any(_are_one(engine, start + one, start + other) for start in ("", " ")):
+            raise ValueError(
+                f'base {engine.name} has one embedding for the words "{one}" and "{other}", as for all tokens that its '
+                "training has not seen, so it cannot tell them apart: set env.vocabulary to words that it knows, or "
+                "take another base"
+            )
+
+
+def _are_one(engine: Engine, one: str, other: str) -> bool:
+    """Returns whether two texts have equally many tokens, and those that differ have one embedding."""
+    ids, others = (engine.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (one, other))
+    if len(ids) != len(others):
+        return False
+    table = engine.model.get_input_embeddings().weight
+    rows = torch.cosine_similarity(table[ids].float(), table[others].float(), dim=-1)
+    return bool((rows > SAME_DIRECTION).all())
