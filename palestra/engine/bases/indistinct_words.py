@@ -17,15 +17,18 @@ SAME_DIRECTION = (
 )
 
 
-def check_words(engine: Engine, words: Iterable[str]) -> None:
-    """Raises ValueError if the base has one embedding for two of the words, alone or after a space."""
-    for one, other in combinations(dict.fromkeys(words), 2):
-        if any(_are_one(engine, start + one, start + other) for start in ("", " ")):
-            raise ValueError(
-                f'base {engine.name} has one embedding for the words "{one}" and "{other}", as for all tokens that its '
-                "training has not seen, so it cannot tell them apart: set env.vocabulary to words that it knows, or "
-                "take another base"
-            )
+def check_words(engine: Engine, told: Iterable[str], said: Iterable[str]) -> None:
+    """Raises ValueError if the base has one embedding for two of the words that it is `told`, which stand after a
+    space, or of those that it says (`said`), which an answer begins with, too."""
+    said = list(said)
+    for start, words in ((" ", [*said, *told]), ("", said)):
+        for one, other in combinations(dict.fromkeys(words), 2):
+            if _are_one(engine, start + one, start + other):
+                raise ValueError(
+                    f'base {engine.name} has one embedding for the words "{one}" and "{other}", as for all tokens that '
+                    "its training has not seen, so it cannot tell them apart: set env.vocabulary to words that it "
+                    "knows, or take another base"
+                )
 
 
 def _are_one(engine: Engine, one: str, other: str) -> bool:

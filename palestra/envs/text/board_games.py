@@ -79,11 +79,6 @@ class TextGame(Env):
         """True if a policy is a table: the states can be enumerated, and each action is exactly one answer."""
         return self.is_enumerable and self.rendering == "compact"
 
-    @property
-    def words(self) -> list[str]:
-        """The words of the game that are known without playing it: those of its actions, and of `vocabulary`."""
-        return [*self.action_words, *self.vocabulary.values()]
-
     def rules_for(self, seat: Seat) -> str:
         if self.rendering == "full":
             return self.roles[seat]

@@ -57,9 +57,9 @@ class LMActionReader:
 
     @property
     def telling_words(self) -> list[str]:
-        """The words of the actions, and those that not every observation has: what a player must tell apart."""
+        """The words that some observations have and others have not: what a player must tell apart."""
         seen = [set(WORD.findall(query.observation)) for query in self.queries]
-        return [*self.env.words, *sorted(set().union(*seen) - set.intersection(*seen))]
+        return sorted(set().union(*seen) - set.intersection(*seen))
 
     @property
     def words(self) -> list[list[str]]:

@@ -15,13 +15,13 @@ from palestra.text.policies.base import Query
 from palestra.text.policies.lm import LanguagePolicy
 from palestra.text.policies.word_probabilities import word_probabilities
 
-KNOWN = ["up", "down", "left", "right", *"0123456789"]
+KNOWN = [*"0123456789", "up", "down", "left", "right", "none"]
 
 
 @pytest.mark.parametrize("base", ["tiny", "boards", "tasks"])
 def test_words_of_training_are_told_apart(base: str) -> None:
-    words = KNOWN if base != "tasks" else ["yes", "no", *"0123456789"]
-    check_words(Engine.load(base), words)
+    words = KNOWN if base != "tasks" else [*"0123456789", "yes", "no", "left", "false", "none"]
+    check_words(Engine.load(base), words, words)
 
 
 def test_unseen_words_are_one_to_the_model() -> None:
@@ -33,7 +33,7 @@ def test_unseen_words_are_one_to_the_model() -> None:
     np.testing.assert_allclose(no, yes, rtol=0.02)
     assert np.abs(up / down - 1).max() > 0.1
     with pytest.raises(ValueError, match='base tiny has one embedding for the words "no" and "yes", as for all tokens'):
-        check_words(engine, ["up", "no", "yes"])
+        check_words(engine, ["up", "no", "yes"], [])
 
 
 def test_run_of_such_words_is_refused() -> None:

@@ -60,7 +60,10 @@ def response(taught_worker: LanguageWorker, tmp_path_factory: pytest.TempPathFac
 def test_a_side_of_two_seats_is_played_by_one_adapter(tmp_path: Path) -> None:
     """In Kuhn poker of three, two seats against one."""
     pairs = worker(
-        Sides.of(("solo", "pair", "pair")), env={"type": "text_kuhn", "players": 3, "vocabulary": VOCABULARY}, steps=1, imitation_steps=0
+        Sides.of(("solo", "pair", "pair")),
+        env={"type": "text_kuhn", "players": 3, "vocabulary": VOCABULARY},
+        steps=1,
+        imitation_steps=0,
     )
     opponents = Opponents({"solo": {"uniform": 1.0}})
     result = train(pairs, "both", tmp_path, player="pair", opponents=opponents)
@@ -201,7 +204,9 @@ def test_imitation_ignores_the_warm_up() -> None:
 
 def test_joint_lineups_are_sampled_together(tmp_path: Path) -> None:
     trio = worker(
-        Sides.of(("player_0", "player_1", "player_2")), env={"type": "text_kuhn", "players": 3, "vocabulary": VOCABULARY}, imitation_steps=0
+        Sides.of(("player_0", "player_1", "player_2")),
+        env={"type": "text_kuhn", "players": 3, "vocabulary": VOCABULARY},
+        imitation_steps=0,
     )
     opponents = Opponents(joint=(Lineup({"player_1": "uniform", "player_2": "uniform"}, 1.0),))
     stats = train(trio, "x", tmp_path, player="player_0", opponents=opponents, train_steps=1)
