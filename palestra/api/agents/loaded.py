@@ -71,14 +71,22 @@ class LanguageAgent:
             self._settings["temperature"] = 0.0
         self._seeds = np.random.default_rng(seed)
 
-    def act(self, messages: str | Sequence[Mapping[str, Any]], **sampling: Any) -> str:
+    def act(
+        self, messages: str | Sequence[Mapping[str, Any]], legal_actions: Sequence[str] = (), **sampling: Any
+    ) -> str:
         """Returns the agent's answer to an observation, or to a conversation of messages, without its thought.
 
-        `sampling` has the settings of chat completions, such as `temperature`, `max_tokens`, `stop` and `seed`. Raises
-        ValueError for other settings, and for a conversation that is too long.
+        With `legal_actions` the answer is one of these; an agent that chose among them in training needs them
+        (`sampling.legal_only`). `sampling` has the settings of chat completions, such as `temperature`, `max_tokens`,
+        `stop` and `seed`. Raises ValueError for other settings, and for a conversation that is too long.
         """
         if unknown := set(sampling) - set(SAMPLING_KEYS):
             raise ValueError(f"act takes no setting {min(unknown)!r}: it takes {', '.join(sorted(SAMPLING_KEYS))}")
+        if self._served.is_legal_only and not legal_actions:
+            raise ValueError(
+                f"{self.name} chose among legal actions in training (sampling.legal_only): give act the legal_actions "
+                "of this observation"
+            )
         if not messages:
             raise ValueError(f"there is nothing that {self.name} could answer: give a text, or messages")
         if isinstance(messages, str):
@@ -86,7 +94,7 @@ class LanguageAgent:
         chat = parse_conversation([dict(turn) if isinstance(turn, Mapping) else turn for turn in messages])
         settings = {"seed": int(self._seeds.integers(2**63)), **self._settings, **sampling}
         call = ChatCall(self.name, chat, settings)
-        return call_outside_loop(lambda: asyncio.run(self._served.answer(call))).text
+        return call_outside_loop(lambda: asyncio.run(self._served.answer(call, legal_actions))).text
 
 
 class NetworkAgent:

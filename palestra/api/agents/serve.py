@@ -78,6 +78,8 @@ async def _serve(
 
     ChatSession(list(agents), deliver, server=server, key=key or ANY_KEY)
     say(f"{', '.join(served.agent.versioned_name for served in agents.values())} at {server.url}")
+    if legal := [name for name, served in agents.items() if served.is_legal_only]:
+        say(f"{', '.join(legal)} chose among legal actions in training, which a request does not list: check answers")
     await over.wait()
     await asyncio.to_thread(server.close)
 
@@ -106,22 +108,28 @@ class ServedAgent:
 
     def __init__(self, agent: TrainedAgent, engines: Engines) -> None:
         self.agent = agent
-        self.policy = load_policy(agent, engines)
+        trained = load_policy(agent, engines)
+        self.is_legal_only = trained.sampling.legal_only
+        self.policy = trained.with_sampling({"legal_only": False})  # a conversation does not list legal actions
         encoder = self.policy.encoder
         assert isinstance(self.policy.sampler, Sampler)  # agents are sampled in this process only
         self.context_limit = ContextLimit(encoder.tokenizer, self.policy.sampler.engine)
         self.caching_encoder = encoder.with_cache(CACHED_CHATS)
         self.plain_encoder = encoder.with_cache(0)
 
-    async def answer(self, asked: ChatCall) -> ChatReply:
-        """Samples one completion. Raises ValueError for invalid sampling settings and for a conversation that is too
-        long."""
+    async def answer(self, asked: ChatCall, legal_actions: Sequence[str] = ()) -> ChatReply:
+        """Samples one completion, one of the `legal_actions` if there are any. Raises ValueError for invalid sampling
+        settings and for a conversation that is too long."""
         policy = self._as_asked(asked.sampling)
         seed = asked.sampling.get("seed", secrets.randbits(63))
         if not isinstance(seed, int):
             raise ValueError(f"seed must be a whole number, not {str(seed)[:80]!r}")
         prompt_ids = await self._fitting_prompt(asked.chat)
-        request = Request(prompt_ids, 1, policy.sampling, policy.adapter, seed, keep_kv=True)
+        choices: tuple[tuple[int, ...], ...] = ()
+        if legal_actions:
+            policy = policy.with_sampling({"legal_only": True})
+            choices = policy.choices_of(self._with_role(asked.chat), legal_actions)
+        request = Request(prompt_ids, 1, policy.sampling, policy.adapter, seed, keep_kv=True, choices=choices)
         (sampled,) = await policy.sample(request)
         read = policy.read(sampled, prompt_ids, asked.chat.tools)
         counts = (len(prompt_ids), len(sampled.token_ids))

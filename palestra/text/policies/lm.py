@@ -109,8 +109,12 @@ class LanguagePolicy:
                 f"policy {self.name} has sampling.legal_only: true, and the env lists no legal actions with an "
                 "observation: leave it out"
             )
-        words = [str(action) for action in query.legal_actions]
-        choices = self.encoder.encode_choices(self._conversation(query), words)
+        return self.choices_of(self._conversation(query), [str(action) for action in query.legal_actions])
+
+    def choices_of(self, conversation: Chat, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Returns the words as answers to a conversation, as token ids with their end token. Raises ValueError if one
+        is longer than `sampling.max_tokens`."""
+        choices = self.encoder.encode_choices(conversation, words)
         longest = max(map(len, choices))
         if longest > self.sampling.max_tokens:
             raise ValueError(

@@ -53,6 +53,26 @@ def cart_pole(make_run):
     return make_run("cart_pole", {"type": "gymnasium", "id": "CartPole-v1", "num_envs": 8}, 4096)
 
 
+def test_agent_of_legal_actions_is_told_them(tmp_path):
+    """An agent that chose among legal actions in training answers with one of those that it is given."""
+    speech = {"type": "lora", "base": "tiny", "rank": 2, "sampling": {"max_tokens": 2, "legal_only": True}}
+    run = pl.train(
+        env={"type": "text_kuhn", "vocabulary": {"J": "1", "Q": "2", "K": "3", "pass": "up", "bet": "down"}},
+        policies={"default": speech},
+        algorithm={"type": "grpo", "branch_at": "root", "group_size": 2},
+        steps=1,
+        episodes=4,
+        name="legal",
+        root=tmp_path,
+    )
+    agent = pl.load_agent(run.path)
+    seen = "You are player 0. You hold 3. Moves: none. Say up or down."
+    assert {agent.act(seen, legal_actions=["up", "down"]) for _ in range(20)} <= {"up", "down"}
+    assert agent.act(seen, legal_actions=["down"]) == "down"
+    with pytest.raises(ValueError, match=r"default chose among legal actions in training .* give act the legal_actions"):
+        agent.act(seen)
+
+
 def played(env, act, seed):
     """The return of one episode of a Gymnasium env."""
     obs, _ = env.reset(seed=seed)
