@@ -16,8 +16,9 @@ from palestra.runs import read_lines
 from palestra.runs.series import wilson_interval
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-DECEIVING = {"judged"}  # its reasoner learns to convince a judge, which results/judges/run.py measures
-LEARNING = sorted(path for path in (DATA_DIR / "configs/text").glob("*.yaml") if path.stem not in DECEIVING)
+# measured otherwise: a reasoner that learns to convince a judge (results/judges), and self-play, whose return stays 0
+OTHERS = {"judged", "kuhn"}
+LEARNING = sorted(path for path in (DATA_DIR / "configs/text").glob("*.yaml") if path.stem not in OTHERS)
 
 
 @pytest.fixture(scope="module")
