@@ -82,6 +82,9 @@ class LanguageAgent:
         """
         if unknown := set(sampling) - set(SAMPLING_KEYS):
             raise ValueError(f"act takes no setting {min(unknown)!r}: it takes {', '.join(sorted(SAMPLING_KEYS))}")
+        if isinstance(legal_actions, str):
+            raise ValueError(f"legal_actions is a list of actions, not a text such as {legal_actions[:40]!r}")
+        legal_actions = [str(action) for action in legal_actions]
         if self._served.is_legal_only and not legal_actions:
             raise ValueError(
                 f"{self.name} chose among legal actions in training (sampling.legal_only): give act the legal_actions "

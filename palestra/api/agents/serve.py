@@ -29,6 +29,14 @@ from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.text.build.engines import Engines
 from palestra.text.policies.lm import LanguagePolicy
 
+# An answer that is one of the legal actions has no other end.
+AMONG_CHOICES = {
+    "legal_only": True,
+    "stop": (),
+    "stop_token_ids": (),
+    "stop_at_eos": True,
+    "thinking_token_budget": None,
+}
 MAX_REQUESTS = 512  # concurrent requests
 CACHED_CHATS = 256  # conversations whose tokens are cached
 MAX_CACHED_CHARS = 2**16  # longest conversation, in characters, whose tokens are cached
@@ -127,8 +135,8 @@ class ServedAgent:
         prompt_ids = await self._fitting_prompt(asked.chat)
         choices: tuple[tuple[int, ...], ...] = ()
         if legal_actions:
-            policy = policy.with_sampling({"legal_only": True})
-            choices = policy.choices_of(self._with_role(asked.chat), legal_actions)
+            policy = policy.with_sampling(AMONG_CHOICES)
+            choices = policy.encoder.encode_choices(self._with_role(asked.chat), legal_actions)
         request = Request(prompt_ids, 1, policy.sampling, policy.adapter, seed, keep_kv=True, choices=choices)
         (sampled,) = await policy.sample(request)
         read = policy.read(sampled, prompt_ids, asked.chat.tools)

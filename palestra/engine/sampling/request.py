@@ -269,9 +269,15 @@ def check_top_logprobs(engine: Engine, k: int) -> None:
         raise ValueError(f"{k} likeliest tokens asked for: it must be 0 to {vocabulary}, the base's vocabulary")
 
 
-def check_choices(engine: Engine, choices: Sequence[Sequence[int]]) -> None:
-    """Raises ValueError unless the choices are token ids of the base, and none begins another: the longer of two such
-    choices could never be sampled."""
+def check_choices(engine: Engine, choices: Sequence[Sequence[int]], most: int) -> None:
+    """Raises ValueError unless the choices are token ids of the base, at most `most`, and none begins another: the
+    longer of two such choices could never be sampled."""
+    longest = max(map(len, choices), default=0)
+    if longest > most:
+        raise ValueError(
+            f"the longest of the choices (legal actions) has {longest} tokens with its end, and sampling.max_tokens is "
+            f"{most}: set sampling.max_tokens: {longest}"
+        )
     vocabulary = engine.model.config.get_text_config().vocab_size
     ordered = sorted({*map(tuple, choices)})
     if any(not choice or min(choice) < 0 or max(choice) >= vocabulary for choice in ordered):

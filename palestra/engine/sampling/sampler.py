@@ -212,7 +212,7 @@ class Sampler:
             raise ValueError("a request needs n of at least 1")
         check_prompt(self.engine, request.prompt_ids, request.sampling.max_tokens)
         check_top_logprobs(self.engine, request.top_logprobs)
-        check_choices(self.engine, request.choices)
+        check_choices(self.engine, request.choices, request.sampling.max_tokens)
         return SequenceGroup(request, done)
 
     async def _run(self) -> None:

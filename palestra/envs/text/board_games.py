@@ -27,6 +27,8 @@ from palestra.envs.rules.tic_tac_toe import TicTacToeRules, TicTacToeState
 from palestra.envs.support.answers import answer_words, mark_answer
 from palestra.envs.support.options import Rendering, RewardMode
 
+WORD_GAMES = 50  # games of random play in which the words of a game are sought
+WORD = re.compile(r"\w+")
 SEARCH_DEPTH = 4  # search depth of connect four's expert, in moves
 ANSWER_FORMAT = (
     "Each time you are told what you know and the words that you may say now. Think briefly if you need to, then end "
@@ -78,6 +80,18 @@ class TextGame(Env):
     def is_tabular(self) -> bool:
         """True if a policy is a table: the states can be enumerated, and each action is exactly one answer."""
         return self.is_enumerable and self.rendering == "compact"
+
+    def told_words(self) -> list[str]:
+        """Returns the words that some observations of random play have and others have not: what a player must tell
+        apart."""
+        seen = []
+        for seed in range(WORD_GAMES):
+            game = copy.copy(self)
+            step = game.reset(seed)
+            while step.observations:
+                seen += [set(WORD.findall(text)) for text in step.observations.values()]
+                step = game.step({seat: game.rng.choice(words) for seat, words in (step.legal_actions or {}).items()})
+        return sorted(set().union(*seen) - set.intersection(*seen))
 
     def rules_for(self, seat: Seat) -> str:
         if self.rendering == "full":

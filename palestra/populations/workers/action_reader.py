@@ -7,8 +7,6 @@ Shapes: `I` information states, `U` distinct observations, `A` actions.
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 
 from palestra.envs.text.board_games import TextGame
@@ -17,8 +15,6 @@ from palestra.text.policies.base import Policy, Query
 from palestra.text.policies.lm import LanguagePolicy
 from palestra.text.policies.scripted import RandomPolicy
 from palestra.text.policies.word_probabilities import greedy_answers, word_probabilities
-
-WORD = re.compile(r"\w+")
 
 
 class LMActionReader:
@@ -54,12 +50,6 @@ class LMActionReader:
                 words = [self.env.action_words[action] for action in legal]
                 self.queries.append(Query(role, self.env.format_observation(text, legal), legal_actions=words))
                 self._legal.append(legal)
-
-    @property
-    def telling_words(self) -> list[str]:
-        """The words that some observations have and others have not: what a player must tell apart."""
-        seen = [set(WORD.findall(query.observation)) for query in self.queries]
-        return sorted(set().union(*seen) - set.intersection(*seen))
 
     @property
     def words(self) -> list[list[str]]:

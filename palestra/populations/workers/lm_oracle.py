@@ -177,8 +177,8 @@ class LanguageWorker:
 
     def _new(self, name: str, config: LoraPolicyConfig) -> LanguageLearner:
         if self.action_reader:
-            reader = self.action_reader
-            check_words(self.engines.shared_engine(config)[0], reader.telling_words, reader.env.action_words)
+            game = self.action_reader.env
+            check_words(self.engines.shared_engine(config)[0], game.told_words(), game.action_words)
         return self.engines.build_learner(name, config, derive_seed(self.seed, "adapter", name))
 
     async def _teach(self) -> LanguageLearner:

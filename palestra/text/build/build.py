@@ -322,12 +322,14 @@ def check_sampling_masks(parts: Sequence[TextConfig], trained: Collection[str]) 
     for part in parts:
         for name, policy in _trained_policies([part], trained):
             sampling = policy.sampling
-            imitates_legal = sampling.legal_only and part.algorithm.type == "sft"  # which is about all tokens anyway
-            if sampling.records_mask and not (part.algorithm.needs_old_logprobs or imitates_legal):
+            kind = part.algorithm.type
+            imitates_legal = sampling.legal_only and kind == "sft"  # which is about all tokens anyway
+            has_ratios = part.algorithm.needs_old_logprobs and kind != "distill"  # a teacher is scored over all tokens
+            if sampling.records_mask and not (has_ratios or imitates_legal):
                 option = "legal_only" if sampling.legal_only else "keep_sampling_mask"
                 raise ValueError(
                     f"policies.{name}.sampling.{option} trains the distribution over the tokens that it leaves, but "
-                    f"type: {part.algorithm.type} trains that of all tokens: set {option}: false"
+                    f"type: {kind} trains that of all tokens: set {option}: false"
                 )
 
 
@@ -339,7 +341,7 @@ def check_game_words(parts: Sequence[TextConfig], trained: Mapping[str, Language
             engine = learner.sampler.engine
             if engine is not None and isinstance(part.policies[name], LoraPolicyConfig):
                 for game in games:
-                    check_words(engine, game.vocabulary.values(), game.action_words)
+                    check_words(engine, game.told_words(), game.action_words)
 
 
 def check_dropout(parts: Sequence[TextConfig], trained: Collection[str]) -> None:
@@ -386,7 +388,7 @@ def biased_sampling_notes(parts: Sequence[TextConfig], trained: Collection[str])
         f"biased: {name} samples with {_cuts(policy.sampling)}, and its gradient is taken as if from all tokens: set "
         f"policies.{name}.sampling.keep_sampling_mask: true, or top_p: 1.0 and top_k: 0"
         for name, policy in _trained_policies(played, trained)
-        if policy.sampling.is_truncated and not policy.sampling.keep_sampling_mask
+        if policy.sampling.is_truncated and not policy.sampling.records_mask
     ]
     greedy = [
         f"biased: {name} always takes the most likely token, and its gradient is taken as if from samples at "

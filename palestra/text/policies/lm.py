@@ -100,8 +100,8 @@ class LanguagePolicy:
 
     def choices(self, query: Query) -> tuple[tuple[int, ...], ...]:
         """Returns the only answers that may be sampled, as token ids: with `sampling.legal_only` the legal actions,
-        each as the chat template writes it and with its end token, else (). Raises ValueError if the env lists none, or
-        if an answer cannot be one of them."""
+        each as the chat template writes it and with its end token, else (). Raises ValueError if the env lists
+        none."""
         if not self.sampling.legal_only:
             return ()
         if not query.legal_actions:
@@ -109,19 +109,8 @@ class LanguagePolicy:
                 f"policy {self.name} has sampling.legal_only: true, and the env lists no legal actions with an "
                 "observation: leave it out"
             )
-        return self.choices_of(self._conversation(query), [str(action) for action in query.legal_actions])
-
-    def choices_of(self, conversation: Chat, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Returns the words as answers to a conversation, as token ids with their end token. Raises ValueError if one
-        is longer than `sampling.max_tokens`."""
-        choices = self.encoder.encode_choices(conversation, words)
-        longest = max(map(len, choices))
-        if longest > self.sampling.max_tokens:
-            raise ValueError(
-                f"policy {self.name} has sampling.legal_only: true, and the longest of the legal actions "
-                f"({', '.join(words[:8])}) has {longest} tokens with its end: set sampling.max_tokens: {longest}"
-            )
-        return choices
+        words = [str(action) for action in query.legal_actions]
+        return self.encoder.encode_choices(self._conversation(query), words)
 
     async def sample(self, request: Request, newest: Callable[[], LanguagePolicy] | None = None) -> list[Completion]:
         """Returns the completions of a request, whose thoughts end within its `thinking_token_budget`; `newest` as in

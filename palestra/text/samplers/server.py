@@ -191,16 +191,17 @@ async def create_completions(call: Call) -> Response:
     """POST /v1/completions: samples `n` completions. Cancels them if the client disconnects."""
     state = _sampler_state(call)
     asked = await _read(call, wire.CompletionBody)
-    request = Request(
-        np.array(asked.prompt, np.int32),
-        asked.n,
-        asked.sampling,
-        state.adapter(asked.model),
-        asked.seed % 2**64,
-        asked.keep,
-        choices=tuple(map(tuple, asked.choices)),
-    )
+    adapter = state.adapter(asked.model)
     try:
+        request = Request(
+            np.array(asked.prompt, np.int32),
+            asked.n,
+            asked.sampling,
+            adapter,
+            asked.seed % 2**64,
+            asked.keep,
+            choices=tuple(map(tuple, asked.choices)),
+        )
         answers = await cancel_on_disconnect(call.receive, state.engine_thread.run_async(state.sampler.sample(request)))
         scored: dict[str, Any] = {}
         if asked.prompt_logprobs is not None:

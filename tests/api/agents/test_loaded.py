@@ -69,6 +69,9 @@ def test_agent_of_legal_actions_is_told_them(tmp_path):
     seen = "You are player 0. You hold 3. Moves: none. Say up or down."
     assert {agent.act(seen, legal_actions=["up", "down"]) for _ in range(20)} <= {"up", "down"}
     assert agent.act(seen, legal_actions=["down"]) == "down"
+    assert agent.act(seen, legal_actions=[7], stop="7") == "7"  # an action as a number, and no end before its own
+    with pytest.raises(ValueError, match="legal_actions is a list of actions, not a text such as 'up'"):
+        agent.act(seen, legal_actions="up")
     with pytest.raises(ValueError, match=r"default chose among legal actions in training .* give act"):
         agent.act(seen)
 

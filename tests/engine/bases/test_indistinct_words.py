@@ -1,5 +1,7 @@
 """Words that a base has never seen, and so cannot tell apart, are refused before a game is trained."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -36,9 +38,18 @@ def test_unseen_words_are_one_to_the_model() -> None:
         check_words(engine, ["up", "no", "yes"], [])
 
 
-def test_run_of_such_words_is_refused() -> None:
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"type": "text_kuhn", "vocabulary": {"J": "1", "Q": "2", "K": "3", "pass": "no", "bet": "yes"}},
+        {"type": "text_kuhn"},  # its cards
+        {"type": "text_tic_tac_toe"},  # c1 and c2, as answers
+    ],
+    ids=["moves", "cards", "answers"],
+)
+def test_run_of_such_words_is_refused(env: dict[str, Any]) -> None:
     tree = {
-        "env": {"type": "text_kuhn", "vocabulary": {"pass": "no", "bet": "yes"}},
+        "env": env,
         "policies": {"default": {"type": "lora", "base": "tiny", "sampling": {"max_tokens": 2}}},
         "algorithm": {"type": "grpo", "branch_at": "root"},
     }

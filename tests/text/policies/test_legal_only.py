@@ -26,6 +26,8 @@ from palestra.text.training.update import update_learner
 WORDS = ["left", "left and right", "right", "7"]  # the first begins the second, but for its end token
 QUERIES = [Query("walker", f"you are at {at}", legal_actions=WORDS[: 5 - at]) for at in (1, 2)]
 N = 4000
+SAMPLING = {"max_tokens": 2, "legal_only": True}
+WORDS_OF_GAME = {"J": "1", "Q": "2", "K": "3", "pass": "up", "bet": "down"}
 
 
 def speaker(**sampling: Any) -> LanguagePolicy:
@@ -60,12 +62,12 @@ def test_greedy_answer_follows_the_likeliest_legal_tokens() -> None:
 
 
 def config(base: Any = "tiny", **changes: Any) -> TextConfig:
-    speech = {"type": "lora", "base": str(base), "lr": 1e-2, "sampling": {"max_tokens": 2, "legal_only": True}}
+    speech = {"type": "lora", "base": str(base), "lr": 1e-2, "sampling": SAMPLING}
     tree = {
         "name": "legal",
         "steps": 4,
         "episodes": 16,
-        "env": {"type": "text_kuhn", "vocabulary": {"pass": "up", "bet": "down"}},
+        "env": {"type": "text_kuhn", "vocabulary": WORDS_OF_GAME},
         "policies": {"player_0": speech, "player_1": {"type": "random"}},
         "algorithm": {"type": "grpo", "branch_at": "root", "group_size": 4, "scale": "none", "entropy_coef": 0.1},
     }
@@ -98,7 +100,10 @@ def test_training_is_over_legal_actions() -> None:
             {"env": {"type": "plan_path"}, "seats": {"*": "player_0"}},
             "the env lists no legal actions with an observation: leave it out",
         ),
-        ({"env": {"type": "text_kuhn", "vocabulary": {"pass": "a long word"}}}, r"set sampling.max_tokens: \d+"),
+        (
+            {"env": {"type": "text_kuhn", "vocabulary": WORDS_OF_GAME | {"pass": "a long word"}}},
+            r"set sampling.max_tokens: \d+",
+        ),
     ],
     ids=["no legal actions", "too long"],
 )
@@ -117,6 +122,14 @@ def test_settings_that_do_not_fit_are_refused() -> None:
         SamplingConfig(legal_only=True, stop=("x",))
     with pytest.raises(ValueError, match="legal_only trains the distribution over the tokens that it leaves"):
         build(config(algorithm={"type": "dpo", "branch_at": "root"}))
+    taught = {"default": {"type": "lora", "teacher": "other", "sampling": SAMPLING}, "other": {"type": "frozen"}}
+    with pytest.raises(ValueError, match=r"legal_only trains .* but type: distill trains that of all tokens"):
+        build(config(algorithm={"type": "distill"}, policies=taught))
+
+
+def test_what_legal_only_keeps_is_not_called_biased() -> None:
+    speech = {"type": "lora", "sampling": SAMPLING | {"top_p": 0.8}}
+    assert not build(config(policies={"player_0": speech, "player_1": {"type": "random"}})).notes
 
 
 def test_form_may_be_imitated_before_legal_play() -> None:
@@ -125,9 +138,13 @@ def test_form_may_be_imitated_before_legal_play() -> None:
 
 @pytest.mark.parametrize(
     ("choices", "message"),
-    [(((3,), (3, 4)), "one of the choices begins another"), (((99_999,),), "token ids from 0 to 511")],
+    [
+        (((3,), (3, 4)), "one of the choices begins another"),
+        (((99_999,),), "token ids from 0 to 511"),
+        (((3, 4, 5),), "has 3 tokens with its end, and sampling.max_tokens is 2"),
+    ],
 )
 def test_choices_that_cannot_be_sampled_are_refused(choices: Any, message: str) -> None:
-    request = Request(np.array([1, 2], np.int32), 1, SamplingConfig(legal_only=True), choices=choices)
+    request = Request(np.array([1, 2], np.int32), 1, SamplingConfig(**SAMPLING), choices=choices)
     with pytest.raises(ValueError, match=message):
         Sampler(Engine.load("tiny")).sample_all([request])

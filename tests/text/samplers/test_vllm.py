@@ -384,6 +384,8 @@ BASE = {"model": "tiny", "prompt": [5], "max_tokens": 1}
         ("completions", json.dumps({**BASE, "prompt": [2**31 - 1]}).encode()),
         ("completions", json.dumps({**BASE, "prompt": []}).encode()),
         ("completions", json.dumps({**BASE, "max_tokens": 10**400}).encode()),
+        ("completions", json.dumps({**BASE, "choices": [[5, 6], [7, 8]], "stop": ["x"]}).encode()),
+        ("completions", json.dumps({**BASE, "choices": [[5, 6]], "max_tokens": 1}).encode()),
         ("completions", json.dumps({**BASE, "max_tokens": 10**12}).encode()),
         ("completions", json.dumps({**BASE, "n": 2**40}).encode()),
         ("completions", json.dumps({**BASE, "seed": 2**64}).encode()),
