@@ -85,7 +85,7 @@ def test_example_learns_beyond_noise(path: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_kuhn_in_words_comes_near_an_equilibrium(tmp_path: Path) -> None:
-    """Uniform play has 0.917. Five seeds have 0.18 +- 0.06 (docs/results-populations.md): the bar is 4 deviations up."""
+    """Uniform play has 0.917, five seeds 0.18 +- 0.06 (docs/results-populations.md): the bar is 4 deviations up."""
     tree = load(DATA_DIR / "configs/text/kuhn.yaml") | {"seed": 7, "save_episodes_every": 0}
     assert evaluate(pl.train(tree, root=tmp_path).path, episodes=1).metrics["nash_conv"] < 0.42
 
