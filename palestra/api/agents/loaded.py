@@ -76,9 +76,10 @@ class LanguageAgent:
     ) -> str:
         """Returns the agent's answer to an observation, or to a conversation of messages, without its thought.
 
-        With `legal_actions` the answer is one of these; an agent that chose among them in training needs them
-        (`sampling.legal_only`). `sampling` has the settings of chat completions, such as `temperature`, `max_tokens`,
-        `stop` and `seed`. Raises ValueError for other settings, and for a conversation that is too long.
+        With `legal_actions` the answer is one of these, which no `stop` cuts; an agent that chose among them in
+        training needs them (`sampling.legal_only`). `sampling` has the settings of chat completions, such as
+        `temperature`, `max_tokens`, `stop` and `seed`. Raises ValueError for other settings, and for a conversation
+        that is too long.
         """
         if unknown := set(sampling) - set(SAMPLING_KEYS):
             raise ValueError(f"act takes no setting {min(unknown)!r}: it takes {', '.join(sorted(SAMPLING_KEYS))}")

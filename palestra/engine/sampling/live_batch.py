@@ -115,7 +115,7 @@ class LiveBatch(ABC):
         seeds = np.array([row.group.seed for row in rows], np.uint64)
         siblings = np.array([row.sibling for row in rows], np.uint64)
         steps = np.array([len(row.token_ids) for row in rows], np.uint64)
-        allowed = {i: ids for i, row in enumerate(rows) if (ids := row.allowed_ids) is not None}
+        allowed = {i: row.allowed_ids for i, row in enumerate(rows) if row.group.request.choices}
         u_R = counter_uniform(seeds, siblings, steps)
         tokens_R, logps_R, kept_ids = sample_tokens(logits_RV, settings, u_R, allowed)
         if np.isnan(logps_R).any():

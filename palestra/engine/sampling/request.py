@@ -202,11 +202,9 @@ class LiveSequence:
         return self.slot.pages[0] if self.slot else 0
 
     @property
-    def allowed_ids(self) -> np.ndarray | None:
-        """The tokens, int32, with which the answer can go on to one of the request's choices; None if it has none."""
+    def allowed_ids(self) -> np.ndarray:
+        """The tokens, int32, with which the answer can go on to one of the request's choices."""
         choices = self.group.request.choices
-        if not choices:
-            return None
         so_far = tuple(self.token_ids)
         count = len(so_far)
         return np.array(sorted({choice[count] for choice in choices if choice[:count] == so_far}), np.int32)

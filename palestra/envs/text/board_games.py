@@ -11,7 +11,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, ClassVar, Self
 
 from palestra.core.types import Seat, Step
@@ -81,9 +81,9 @@ class TextGame(Env):
         """True if a policy is a table: the states can be enumerated, and each action is exactly one answer."""
         return self.is_enumerable and self.rendering == "compact"
 
+    @cached_property
     def told_words(self) -> list[str]:
-        """Returns the words that some observations of random play have and others have not: what a player must tell
-        apart."""
+        """The words that some observations of random play have and others have not: what a player must tell apart."""
         seen = []
         for seed in range(WORD_GAMES):
             game = copy.copy(self)

@@ -112,7 +112,8 @@ class LanguageWorker:
         self.env_seats: tuple[Seat, ...] = env.seats
         self.sides = sides
         self.engines = Engines(config.device, config.max_num_seqs, kv_cache_gib=config.kv_cache_gib)
-        self.action_reader = LMActionReader(env) if isinstance(env, TextGame) and env.is_tabular else None
+        self.game = env if isinstance(env, TextGame) else None
+        self.action_reader = LMActionReader(self.game) if self.game and self.game.is_tabular else None
         self.exact: ExactSolver | None = None
         if self.action_reader and sides.are_seats:
             self.exact = ExactSolver(self.action_reader.tree, sides)
@@ -176,9 +177,9 @@ class LanguageWorker:
         return learner
 
     def _new(self, name: str, config: LoraPolicyConfig) -> LanguageLearner:
-        if self.action_reader:
-            game = self.action_reader.env
-            check_words(self.engines.shared_engine(config)[0], game.told_words(), game.action_words)
+        if self.game:
+            engine, _ = self.engines.shared_engine(config)
+            check_words(engine, self.game.told_words, self.game.action_words)
         return self.engines.build_learner(name, config, derive_seed(self.seed, "adapter", name))
 
     async def _teach(self) -> LanguageLearner:

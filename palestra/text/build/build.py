@@ -341,7 +341,7 @@ def check_game_words(parts: Sequence[TextConfig], trained: Mapping[str, Language
             engine = learner.sampler.engine
             if engine is not None and isinstance(part.policies[name], LoraPolicyConfig):
                 for game in games:
-                    check_words(engine, game.told_words(), game.action_words)
+                    check_words(engine, game.told_words, game.action_words)
 
 
 def check_dropout(parts: Sequence[TextConfig], trained: Collection[str]) -> None:

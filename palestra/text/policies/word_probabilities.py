@@ -44,6 +44,11 @@ def word_probabilities(policy: LanguagePolicy, queries: Sequence[Query], words: 
         )
     engine, prompts = _prompts(policy, queries)
     if sampling.legal_only:
+        legal = [query.legal_actions for query in queries]
+        if list(map(list, words)) != legal:
+            raise ValueError(
+                f"policy {policy.name} says legal actions only: ask for those of the queries, in their order"
+            )
         return _choice_probabilities(policy, engine, prompts, queries)
     most = sampling.max_tokens
     ends = end_token_ids(engine)

@@ -54,6 +54,11 @@ def test_answers_are_legal_and_as_frequent_as_their_probability() -> None:
         assert whole == pytest.approx({word: row[WORDS.index(word)] for word in whole}, rel=1e-4)
 
 
+def test_words_that_are_not_the_legal_actions_are_refused() -> None:
+    with pytest.raises(ValueError, match="says legal actions only: ask for those of the queries, in their order"):
+        word_probabilities(speaker(), QUERIES, [WORDS[::-1], WORDS[:3]])
+
+
 def test_greedy_answer_follows_the_likeliest_legal_tokens() -> None:
     policy = speaker(temperature=0)
     said = greedy_answers(policy, QUERIES)
