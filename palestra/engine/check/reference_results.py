@@ -7,7 +7,8 @@ Shapes: `T` tokens of a sequence, `V` vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from palestra.engine.lora.config import LoraConfig
 
 NUM_DECODED = 2  # tokens that are computed one at a time
 MAX_TOKEN_ID = 400
+MAX_WIDENED_BYTES = 2**30  # of weights in half precision, which are copied to float32
 
 
 @dataclass(frozen=True)
@@ -39,16 +41,18 @@ class Case:
 
 
 class Expected(NamedTuple):
-    """Results of the model's own forward: cases by owner, their log-probabilities [T, V], and the adapters."""
+    """Results of the model's own forward: cases by owner, their log-probabilities [T, V], the adapters, and in half
+    precision the mean difference of the log-probabilities from those of float32 weights (0 if it was not computed)."""
 
     cases: list[Case]
     logp_TV: list[Tensor]
     adapters: list[Adapter]
+    rounding: float = 0.0
 
     def of(self, owner: int) -> Expected:
         """Returns the cases of one adapter only."""
         mine = [number for number, case in enumerate(self.cases) if case.owner == owner]
-        return Expected([self.cases[i] for i in mine], [self.logp_TV[i] for i in mine], self.adapters)
+        return self._replace(cases=[self.cases[i] for i in mine], logp_TV=[self.logp_TV[i] for i in mine])
 
 
 def own_results(model: PreTrainedModel, *, long: bool) -> Expected:
@@ -56,6 +60,18 @@ def own_results(model: PreTrainedModel, *, long: bool) -> Expected:
     goes past every window. The model must have its own forwards."""
     cases = _cases(model, long)
     adapters = [_adapter(find_linear_layers(model), seed) for seed in (1, 2)[: 1 + long]]
+    logp_TV = _own_logprobs(model, cases, adapters)
+    rounding = 0.0
+    weights = list(model.parameters())
+    if weights[0].dtype in (torch.bfloat16, torch.float16) and sum(w.nbytes for w in weights) <= MAX_WIDENED_BYTES:
+        wide_TV = _own_logprobs(copy.deepcopy(model).float(), cases, adapters)
+        gaps = [(own - wide).abs().flatten() for own, wide in zip(logp_TV, wide_TV, strict=True)]
+        rounding = float(torch.cat(gaps).mean())
+    return Expected(cases, logp_TV, adapters, rounding)
+
+
+def _own_logprobs(model: PreTrainedModel, cases: Sequence[Case], adapters: Sequence[Adapter]) -> list[Tensor]:
+    """Returns the log-probabilities [T, V] of each case by the model's own forward."""
     logps = []
     for case in cases:
         ids = torch.as_tensor(case.tokens, device=model.device)[None]
@@ -63,7 +79,7 @@ def own_results(model: PreTrainedModel, *, long: bool) -> Expected:
             logps.append(torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].float(), -1))
         if not torch.isfinite(logps[-1]).all():
             raise ValueError("no finite log-probabilities of random tokens")
-    return Expected(cases, logps, adapters)
+    return logps
 
 
 def _cases(model: PreTrainedModel, long: bool) -> list[Case]:

@@ -38,7 +38,8 @@ from palestra.engine.lora.routes import AdapterStack, MultiAdapterRoute, SingleA
 
 Engine = Any  # of models.py, which imports this module
 TOLERANCE = 1e-3  # largest difference of a log-probability in nats, float32
-HALF_TOLERANCE = 0.1  # mean difference in half precision, whose own rounding is of the order of 0.01
+HALF_TOLERANCE = 0.1  # mean difference in half precision, whose own rounding is 0.01 in most models
+ROUNDING_FACTOR = 2  # of the model's own rounding, where that is more: 0.08 in a deep narrow one (SmolLM2-135M)
 
 SEEDS = (0, 1)  # of the small model: experts that are chosen by nearly equal scores may differ with one of them
 
@@ -250,7 +251,7 @@ def _match(engine: Engine, what: str, computed: Iterator[tuple[int, np.ndarray, 
         logp = expected.logp_TV[number][engine.tensor(positions)]
         differences.append((torch.log_softmax(logits.float(), -1) - logp).abs().flatten())
     gap, agrees = compare_gaps(torch.cat(differences), engine.dtype)
-    if not agrees:
+    if not (agrees or gap <= ROUNDING_FACTOR * expected.rounding):
         kinds = getattr(engine.model.config.get_text_config(), "layer_types", None)
         layers = f" (layers: {', '.join(sorted(set(kinds)))})" if kinds else ""
         raise Mismatch(f"{what} differs by {gap:.2g} nats{layers}")
