@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from palestra.core.files import parse_json
+
 Json = dict[str, Any]
 ESCAPED_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")  # of Unicode: a terminal interprets them instead of displaying
 UNESCAPED_CHARS = "\n\t\u200c\u200d"  # exceptions: line ends, tabs, and joiners inside words and emoji
@@ -229,15 +231,8 @@ def _function(call: Json) -> Json:
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):  # invalid JSON stays text
-            arguments = json.loads(arguments, object_pairs_hook=_unique_keys)
+            arguments = parse_json(arguments)
     return {"name": function.get("name"), "arguments": arguments}
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> Json:
-    mapping = dict(pairs)
-    if len(mapping) < len(pairs):
-        raise ValueError("a key is there twice, of which a mapping has one")
-    return mapping
 
 
 def _text(content: Any) -> str:

@@ -355,15 +355,39 @@ def read_json(path: Path, kind: type[T], missing: T | None = None) -> T:
     return found
 
 
+class RepeatedKey(ValueError):
+    """An object of a JSON text has a key twice."""
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object. Raises RepeatedKey if a key is there twice, of which a mapping would keep the last."""
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = max(keys, key=keys.count)
+        raise RepeatedKey(f"the key {twice!r} is there twice")
+    return mapping
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Returns the value of a JSON text. Raises ValueError if it is none, or an object has a key twice."""
+    return json.loads(text, object_pairs_hook=unique_keys)
+
+
 def parse_line(path: Path | str, number: int, line: bytes, hint: str) -> dict[str, Any]:
     """Returns the JSON object of line `number` of a .jsonl file.
 
     Raises ValueError, with `hint` as the likely cause, if the line is not a JSON object.
     """
     try:
-        found = json.loads(line)
+        found = parse_json(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}, line {number} is not a JSON object: {error}; {hint}") from error
+        why = hint
+        if b"\0" in line:
+            why = "it is not UTF-8: save it as UTF-8"
+        elif isinstance(error, RepeatedKey):
+            why = "remove one of the two"
+        raise ValueError(f"{path}, line {number} is not a JSON object: {error}; {why}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path}, line {number} is not a JSON object, but {type(found).__name__}; {hint}")
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -11,10 +10,12 @@ from typing import Any
 
 import pyarrow.parquet
 
-from palestra.core.files import check_is_file, parse_line, read_json
+from palestra.core.files import check_is_file, parse_json, parse_line, read_json
 
 Row = Mapping[str, Any]
 SUFFIXES = (".jsonl", ".json", ".parquet")
+SAVED_FILES = ("dataset_info.json", "state.json", "dataset_dict.json")  # of a folder that `datasets` saved
+NOTES = re.compile(r"[._].*|(readme|licen[cs]e|notice|citation)\b.*|.*\.md", re.IGNORECASE)  # files beside the data
 DATASET_NAME = re.compile(r"[\w.-]+/[\w.-]+(:.*)?")  # of the hub, or a folder; then its config and its split
 
 
@@ -73,7 +74,7 @@ def _file(path: Path) -> list[Row]:
 
 def _json_list(path: Path) -> list[Row]:
     try:
-        rows = json.loads(path.read_bytes())
+        rows = parse_json(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}; for a JSON object a line, name it .jsonl") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -84,12 +85,29 @@ def _json_list(path: Path) -> list[Row]:
 def _folder(path: Path) -> list[Row]:
     if (path / "dataset_info.json").exists() or (path / "state.json").exists():
         return _saved_dataset(path)
-    if (path / "dataset_dict.json").exists():
+    if is_saved_dataset(path):
         parts = read_json(path / "dataset_dict.json", dict).get("splits")
         names = ", ".join(map(str, parts)) if isinstance(parts, list) else "its splits"
         raise ValueError(f"{path} holds several data sets; give the folder of one: {names} in {path}")
-    files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
-    return list(chain.from_iterable(_file(file) for file in files))
+    return list(chain.from_iterable(_file(file) for file in data_files(path)))
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """True for a folder that the `datasets` library saved."""
+    return any((folder / name).exists() for name in SAVED_FILES)
+
+
+def data_files(folder: Path) -> list[Path]:
+    """Returns the files of rows in a folder, by name. Raises ValueError if there is anything else in it than notes (a
+    README, a licence, hidden files), since its rows would be left out."""
+    content = sorted(file for file in folder.iterdir() if not NOTES.fullmatch(file.name))
+    if other := [file.name for file in content if file.suffix not in SUFFIXES or file.is_dir()]:
+        names = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
+        raise ValueError(
+            f"{folder} also holds {names}, which would be left out: name the files to read, one by one or by a glob "
+            '("FOLDER/*.jsonl", "FOLDER/**/*.parquet"), or move the others away; rows are .jsonl, .json or .parquet'
+        )
+    return content
 
 
 def _named_dataset(named: str) -> list[Row]:

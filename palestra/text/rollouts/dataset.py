@@ -20,17 +20,10 @@ from pydantic import BeforeValidator
 from palestra.core.config import StrictModel
 from palestra.core.files import check_is_file
 from palestra.core.types import Answer, Episode, Node, Seat
-from palestra.envs.support.row_reader import read_rows
+from palestra.envs.support.row_reader import SUFFIXES, data_files, is_saved_dataset, read_rows
 from palestra.runs import find_run
 from palestra.runs.episodes import load_episodes
 from palestra.text.rollouts.trl_format import episode_from_row, unused_columns
-
-DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
-HF_DATASET_FILES = (
-    "dataset_info.json",
-    "state.json",
-    "dataset_dict.json",
-)  # files of a folder that the `datasets` library saved
 
 
 class DataConfig(StrictModel):
@@ -91,10 +84,22 @@ def read_data(data: Sequence[DataConfig], seat: Seat | None) -> list[DataFile]:
     """Returns the files that `data` lists, in order; answers in table rows belong to `seat` unless an entry sets its
     own.
 
-    Failed episodes are left out. Raises ValueError if a file is missing, unreadable or empty, or if it is a table
-    without a seat.
+    Failed episodes are left out. Raises ValueError if a file is missing, unreadable, empty or named twice, or if it is
+    a table without a seat.
     """
-    return [_read(file, entry, seat) for entry in data for file in _files(entry.path)]
+    files: list[DataFile] = []
+    read: dict[tuple[Path, Seat | None], str] = {}
+    for entry in data:
+        for file in _files(entry.path):
+            key = file.resolve(), entry.seat
+            if key in read:
+                raise ValueError(
+                    f"data names {file} twice, by {read[key]} and by {entry.path}: its rows would count double. Name "
+                    "it once"
+                )
+            read[key] = entry.path
+            files.append(_read(file, entry, seat))
+    return files
 
 
 def _files(path: str) -> list[Path]:
@@ -104,17 +109,18 @@ def _files(path: str) -> list[Path]:
         files += _inside(one) if one.is_dir() else [one]
     if not files:
         raise ValueError(
-            f"data: {path} names no file: give a file of {', '.join(DATA_SUFFIXES)}, a folder of them, or a glob"
+            f"data: {path} names no file: give a file of {', '.join(SUFFIXES)}, a folder of them, or a glob"
         )
     return files
 
 
 def _inside(folder: Path) -> list[Path]:
     """Returns the data files of a folder; a folder that the `datasets` library saved counts as one file."""
-    if any((folder / name).exists() for name in HF_DATASET_FILES):
+    if is_saved_dataset(folder):
         return [folder]
-    folder = find_run(folder) / "episodes" if (folder / "config.yaml").exists() else folder
-    return sorted(file for file in folder.glob("*") if file.suffix in DATA_SUFFIXES)
+    if (folder / "config.yaml").exists():
+        return sorted((find_run(folder) / "episodes").glob("*.parquet"))
+    return data_files(folder)
 
 
 def _read(file: Path, entry: DataConfig, seat: Seat | None) -> DataFile:

@@ -248,10 +248,43 @@ def test_tables_are_read_from_json_parquet_folders_and_globs(tmp_path):
     (tmp_path / "b.json").write_text(json.dumps(rows[1:2]))
     write_lines(tmp_path / "a.jsonl", rows[0])
     pq.write_table(pa.Table.from_pylist(rows[2:]), tmp_path / "c.parquet")
-    (tmp_path / "notes.txt").write_text("no table")
+    (tmp_path / "README.txt").write_text("no table")
     for path in (tmp_path, tmp_path / "*[abc].*"):
         found = [e.nodes[0].observations["a"] for record in read(path) for e in record.episodes]
         assert found == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("other", ["b.csv", "c.jsonl.txt", "sub/e.jsonl"])
+def test_files_of_a_folder_that_are_not_read_are_refused(tmp_path, other):
+    write_lines(tmp_path / "a.jsonl", {"prompt": "q", "completion": "a"})
+    (tmp_path / other).parent.mkdir(exist_ok=True)
+    write_lines(tmp_path / other, {"prompt": "q", "completion": "a"})
+    name = other.partition("/")[0]
+    with pytest.raises(ValueError, match=f"also holds {name}, which would be left out: name the files to read"):
+        read(tmp_path)
+
+
+def test_a_file_that_is_named_twice_is_refused(tmp_path):
+    write_lines(tmp_path / "a.jsonl", {"prompt": "q", "completion": "a"})
+    entries = [DataConfig(path=str(tmp_path / "a.jsonl")), DataConfig(path=str(tmp_path / "*.jsonl"))]
+    with pytest.raises(ValueError, match=r"names .*a.jsonl twice, by .*a.jsonl and by .*\*.jsonl: .* count double"):
+        read_data(entries, "a")
+    other_seat = DataConfig(path=str(tmp_path / "a.jsonl"), seat="b")
+    assert [file.seats for file in read_data([entries[0], other_seat], "a")] == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"prompt": "q", "completion": "x", "completion": "y"}', "'completion' is there twice; remove"),
+        ("a.json", b'[{"prompt": "q", "completion": "x", "completion": "y"}]', "'completion' is there twice"),
+        ("a.jsonl", '{"prompt": "q", "completion": "x"}\n'.encode("utf-16"), "it is not UTF-8: save it as UTF-8"),
+    ],
+)
+def test_rows_with_a_key_twice_or_of_another_encoding_are_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +321,7 @@ def test_unreadable_rows_are_refused_with_the_reason(tmp_path, rows, message):
 
 def test_missing_files_are_refused_with_accepted_formats(tmp_path):
     for path in (tmp_path, tmp_path / "none.jsonl", tmp_path / "*.parquet"):
-        with pytest.raises(ValueError, match=r"names no file: give a file of \.parquet, \.jsonl, \.json"):
+        with pytest.raises(ValueError, match=r"names no file: give a file of \.jsonl, \.json, \.parquet"):
             read(path)
     (tmp_path / "a.parquet").write_text("not parquet")
     with pytest.raises(ValueError, match=r"cannot read .*a\.parquet"):
