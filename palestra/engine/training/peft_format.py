@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, conversion_mapping
@@ -45,9 +46,10 @@ USED = ("peft_type", "bias", "r", "lora_alpha", "lora_dropout", "target_modules"
 HARMLESS = {  # about the base, or about how the adapter was trained, which its tensors show
     *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version", "inference_mode"),
     *("exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out", "megatron_config", "megatron_core"),
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config"),
+    *("eva_config", "qalora_group_size", "runtime_config"),
 }
 NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
+TENSORS_FILE = "adapter_model.safetensors"
 
 
 def _check_pattern(pattern: str) -> str:
@@ -108,7 +110,7 @@ def _save(
     folder.mkdir(parents=True, exist_ok=True)
     named = dict(_named_tensors(weights, extras))
     tensors = {f"{PEFT_PREFIX}{name}": tensor.detach().cpu().contiguous() for name, tensor in named.items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / TENSORS_FILE, metadata={"format": "pt"})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -196,7 +198,7 @@ def load_adapter(folder: Path, engine: Engine) -> Adapter:
     _refuse(_other_kinds(about), folder)
     stacked = [t for t in about.get("target_parameters") or () if not _is_of_linear(t, engine)]
     about["target_parameters"] = stacked
-    tensors = _without_prefix(load_file(folder / "adapter_model.safetensors"))
+    tensors = _without_prefix(_read_tensors(folder))
     _drop_base_weights(tensors, engine, folder)
     config = _config(about, tensors, engine, folder)
     adapter = Adapter(engine.linear_layers, config, seed=0, model=engine.model)
@@ -204,6 +206,16 @@ def load_adapter(folder: Path, engine: Engine) -> Adapter:
         raise ValueError(f"the adapter at {folder} and its config do not fit together or the base: see {other[0]}.")
     _fill(adapter, tensors)
     return adapter
+
+
+def note_other_base(folder: Path, base: str) -> str:
+    """Returns a note for the user if the adapter at `folder` was trained on a base of another name than `base`; "" if
+    not. One base has several names (a folder, a name of the hub), so this alone is no reason to refuse it."""
+    config_file = folder / "adapter_config.json"
+    trained_on = read_json(config_file, dict).get("base_model_name_or_path") if config_file.exists() else None
+    if not isinstance(trained_on, str) or Path(trained_on).name.lower() == Path(base).name.lower():
+        return ""
+    return f"the adapter at {folder} says that it was trained on {trained_on}; it is used on {base}"
 
 
 def load_into(adapter: Adapter, folder: Path, engine: Engine) -> None:
@@ -220,6 +232,26 @@ def load_into(adapter: Adapter, folder: Path, engine: Engine) -> None:
             f"that starts from it: set {', '.join(f'{key}: {json.dumps(value)}' for key, value in options.items())}"
         )
     _fill(adapter, dict(_named_tensors(saved.weights, saved.extras)))
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Returns the tensors of an adapter folder. Raises ValueError if they cannot be read or are no finite numbers."""
+    file = folder / TENSORS_FILE
+    if not file.exists():
+        remedy = "copy it again"
+        if (folder / "adapter_model.bin").exists():
+            remedy = "adapter_model.bin is a pickle, which can run code; save it again with peft"
+        raise ValueError(f"the adapter at {folder} has no {TENSORS_FILE}: {remedy}.")
+    try:
+        tensors: dict[str, Tensor] = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"cannot read {file} ({error}): copy it again.") from error
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.element_size() == 1:
+            raise ValueError(f"the adapter at {folder} is quantised ({name}: {tensor.dtype}): save it in float32.")
+        if not tensor.isfinite().all():
+            raise ValueError(f"the adapter at {folder} has NaN or infinite weights: see {name}.")
+    return tensors
 
 
 def _is_of_linear(target: str, engine: Engine) -> bool:
@@ -296,6 +328,7 @@ def _config(about: Mapping[str, Any], tensors: Mapping[str, Tensor], engine: Eng
     saved = list(dict.fromkeys(key.rpartition(".")[0] for key in plain))
     if missing := sorted(set(linear) - set(engine.linear_layers)):
         raise ValueError(f"the adapter at {folder} has weights for {missing[0]}, which {engine.name} has not.")
+    _check_targets(about, linear, engine, folder)
     if plain and not about.get("modules_to_save"):
         raise ValueError(f"the adapter at {folder} is not pairs of A and B on linear layers: see {plain[0]}.")
     for key, found in (("modules_to_save", saved), ("target_parameters", experts), ("use_dora", magnitudes)):
@@ -314,6 +347,18 @@ def _config(about: Mapping[str, Any], tensors: Mapping[str, Tensor], engine: Eng
         target_parameters=list(experts),
         modules_to_save=saved,
     )
+
+
+def _check_targets(about: Mapping[str, Any], adapted: Sequence[str], engine: Engine, folder: Path) -> None:
+    """Raises ValueError if an adapter has no tensors of a layer that its config lists by name, where nothing limits the
+    names to some layers."""
+    targets = about.get("target_modules")
+    limits = [about.get(key) for key in ("layers_to_transform", "exclude_modules")]
+    if not isinstance(targets, list) or any(limit not in NOTHING for limit in limits):
+        return
+    listed = {n for n in engine.linear_layers if any(n == t or n.endswith(f".{t}") for t in targets)}
+    if missing := sorted(listed - set(adapted)):
+        raise ValueError(f"the adapter at {folder} has no weights of {missing[0]}, which its config adapts.")
 
 
 def _matching_patterns(patterns: Mapping[str, Any] | None, names: list[str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from palestra.engine.conversation.report import conversation_notes
 from palestra.engine.lora.adapters import Adapter, target_names
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.training.checkpoints import load_full_model
-from palestra.engine.training.peft_format import load_adapter, remapped_targets
+from palestra.engine.training.peft_format import load_adapter, note_other_base, remapped_targets
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.parallel.torch_group import join_process_group
 from palestra.text.config import TextConfig
@@ -197,6 +197,7 @@ class Engines:
                 "leave sampler: out"
             )
         engine, sampler = self.load_own_engine(config) if full else self.shared_engine(config)
+        self._note_base(name, config, engine)
         weights = (
             SeparateCriticWeights(config, engine, seed=seed, group=self.ranks)
             if separate_critic
@@ -219,11 +220,18 @@ class Engines:
             load_full_model(folder, engine)
         else:
             engine, sampler = self.shared_engine(config)
+            self._note_base(name, config, engine)
             adapter = load_adapter(folder, engine) if folder else None
             self._agree(name, config, adapter, engine, sampler)
         encoder = config.encoder(engine.tokenizer)
         snapshot = adapter.snapshot(name, engine.dtype) if adapter else None
         return LanguagePolicy(name, sampler, encoder, config.sampling, snapshot, **config.prompt_options)
+
+    def _note_base(self, name: str, config: LMPolicyConfig, engine: Engine) -> None:
+        """Notes for the user that the adapter with which a policy starts names another base."""
+        path = getattr(config, "path", None)
+        if path and (note := note_other_base(Path(path), engine.name)):
+            self._lines.append(f"policies.{name}: {note}")
 
     def _agree(
         self, name: str, config: LMPolicyConfig, adapter: Adapter | None, engine: Engine, sampler: SamplerProtocol

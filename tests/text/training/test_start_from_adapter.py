@@ -1,21 +1,26 @@
 """Training starts from a saved adapter (`path` of a LoRA policy), here one that peft made."""
 
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import peft
 import pytest
 import torch
 from helpers.tolerances import LOGPROB_ATOL
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import palestra
+from palestra.core.config import validate
 from palestra.core.config.tree import to_yaml
 from palestra.engine.bases.names import resolve_base
 from palestra.evaluation.target import find_target
 from palestra.evaluation.text import open_text_eval
 from palestra.runs import list_checkpoints, load_episodes
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
 
 TARGETS = ["q_proj", "v_proj"]
 OPTIONS = {"rank": 3, "alpha": 6.0, "target_modules": TARGETS, "use_rslora": True}
@@ -107,6 +112,57 @@ def test_other_adapters_are_refused_with_the_options_to_set(folder, changes, mes
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         palestra.train(config(folder, **changes), name="refused", steps=1)
+
+
+def without_first_layer(tensors):
+    return {name: tensor for name, tensor in tensors.items() if ".layers.0." not in name}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: {name: t.to(torch.int8) for name, t in tensors.items()}, "is quantised .*torch.int8.*save it"),
+        (
+            lambda tensors: {name: t.to(torch.float8_e4m3fn) for name, t in tensors.items()},
+            "is quantised .*float8_e4m3",
+        ),
+        (lambda tensors: {name: t * float("nan") for name, t in tensors.items()}, "has NaN or infinite weights: see"),
+        (without_first_layer, r"no weights of model.layers.0.self_attn.q_proj, which its config adapts"),
+    ],
+    ids=["int8", "fp8", "nan", "layer missing"],
+)
+@pytest.mark.parametrize("kind", ["lora", "frozen"])
+def test_damaged_weights_are_refused(folder, change, message, kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, "damaged")
+    save_file(change(load_file("damaged/adapter_model.safetensors")), "damaged/adapter_model.safetensors")
+    tree = config("damaged")
+    if kind == "frozen":
+        tree["policies"]["guide"] = {"type": "frozen", "base": "tiny", "path": "damaged", "sampling": {"max_tokens": 4}}
+    with pytest.raises(ValueError, match=message):
+        palestra.train(tree, name="refused", steps=1)
+
+
+def test_files_that_cannot_be_read_are_refused_in_one_line(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, "cut")
+    weights = Path("cut/adapter_model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:500])
+    with pytest.raises(ValueError, match=r"cannot read cut/adapter_model.safetensors \(.*\): copy it again"):
+        palestra.train(config("cut"), name="refused", steps=1)
+    weights.rename("cut/adapter_model.bin")
+    with pytest.raises(ValueError, match=r"adapter_model.bin is a pickle, which can run code; save it again with peft"):
+        palestra.train(config("cut"), name="refused", steps=1)
+
+
+def test_an_adapter_of_another_base_is_named_at_the_start(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, "other")
+    about = json.loads(Path("other/adapter_config.json").read_text())
+    for base, is_named in (("meta-llama/Llama-3-8B", True), ("/models/tiny", False)):
+        Path("other/adapter_config.json").write_text(json.dumps(about | {"base_model_name_or_path": base}))
+        note = f"policies.guide: the adapter at other says that it was trained on {base}; it is used on tiny"
+        assert (note in build(validate(TextConfig, config("other"))).notes) == is_named
 
 
 @pytest.mark.slow
