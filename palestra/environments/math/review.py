@@ -69,7 +69,7 @@ class MathReview(Env):
         self.source = ProblemSource(kinds, difficulty, None, None, None, split)
         examples = ProblemSource(kinds, difficulty, None, None, None, "base")
         worked = [examples.problem(seed) for seed in range(shots)]
-        self.examples = {seat: example_turns(seat, worked) for seat in self.seats}
+        self.examples = {seat: worked_exchanges(seat, worked) for seat in self.seats}
         self._next: Seat | None = None
 
     def reset(self, seed: int) -> Step:
@@ -141,16 +141,15 @@ def worked_answer(problem: Problem, result: str) -> str:
     return f"{_OPERATOR.sub(lambda found: f' {found[1][0]} ', calculation)} = {result}"
 
 
-def example_turns(seat: Seat, problems: list[Problem]) -> list[dict[str, str]]:
-    """Returns problems with right answers as turns of a conversation; every second proposal to a checker is wrong."""
-    turns = []
+def worked_exchanges(seat: Seat, problems: list[Problem]) -> list[tuple[str, str]]:
+    """Returns what a seat is asked and right answers; every second proposal to a checker is wrong."""
+    exchanges = []
     for number, problem in enumerate(problems):
         proposal = right = worked_answer(problem, problem.answer)
         if number % 2:
             proposal = worked_answer(problem, wrong_result(problem, number))
-        turns.append({"role": "user", "content": seat_question(seat, problem, proposal)})
-        turns.append({"role": "assistant", "content": right})
-    return turns
+        exchanges.append((seat_question(seat, problem, proposal), right))
+    return exchanges
 
 
 def wrong_result(problem: Problem, seed: int) -> str:

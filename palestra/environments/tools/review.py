@@ -116,7 +116,7 @@ class ToolReview(Env):
         self.max_calls = max_calls
         self.split = split
         self.reward = reward
-        self.examples = {seat: example_turns(seat, shots, self.kinds, limit) for seat in self.seats}
+        self.examples = {seat: worked_exchanges(seat, shots, self.kinds, limit) for seat in self.seats}
         self._next: Seat | None = None
 
     def reset(self, seed: int) -> Step:
@@ -288,14 +288,13 @@ def seat_question(seat: Seat, question: Question, calls: Sequence[MadeCall]) -> 
 
 
 @lru_cache(maxsize=64)  # an env is made for each episode
-def example_turns(seat: Seat, shots: int, kinds: tuple[QuestionKind, ...], limit: int) -> Sequence[dict[str, str]]:
-    """Returns questions with right replies as turns of a conversation, the kinds one after the other."""
-    turns = []
+def worked_exchanges(seat: Seat, shots: int, kinds: tuple[QuestionKind, ...], limit: int) -> Sequence[tuple[str, str]]:
+    """Returns what a seat is asked and right replies, for `shots` questions, the kinds one after the other."""
+    exchanges: list[tuple[str, str]] = []
     for number in range(shots):
         question = draw_question(kinds[number % len(kinds)], number, limit, "base")
-        for asked, reply in worked_replies(seat, question, is_wrong=number // len(kinds) % 2 == 1):
-            turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": reply}]
-    return turns
+        exchanges += worked_replies(seat, question, is_wrong=number // len(kinds) % 2 == 1)
+    return exchanges
 
 
 def worked_replies(seat: Seat, question: Question, *, is_wrong: bool) -> list[tuple[str, str]]:
