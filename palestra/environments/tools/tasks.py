@@ -43,6 +43,16 @@ class ToolRequirement:
         return all(re.search(_EDGES.format(re.escape(word)), text, re.IGNORECASE) for word in self.expected_words)
 
 
+def calculation(expression: str, answer: str) -> ToolRequirement:
+    """Returns the requirement that the calculator gives `answer`."""
+    return ToolRequirement((answer,), (ToolCall("calculator", {"expression": expression}),))
+
+
+def file_content(path: str, text: str) -> ToolRequirement:
+    """Returns the requirement that a file is read, whose content is `text`."""
+    return ToolRequirement((text,), (ToolCall("read_file", {"path": path}),))
+
+
 @dataclass(frozen=True)
 class ToolTask:
     """One task: `question` in plain English, `short_question` in as few words as possible; `split_key` decides its
