@@ -252,20 +252,15 @@ class _Watched:
         return await self._act(query)
 
 
-def check_no_human(setup: TextEvalSetup) -> dict[Seat, str]:
-    """Loads all policies and returns their names by seat. Raises ValueError if a person plays a seat."""
-    policies = setup.policies
-    if people := [seat for seat, policy in policies.items() if isinstance(policy, HumanPolicy)]:
-        raise ValueError(f"--watch shows policies: give seat {people[0]} one, or leave out --watch to play it")
-    return {seat: policy.name for seat, policy in policies.items()}
-
-
-def check_single_human(setup: TextEvalSetup, human_seat: Seat) -> dict[Seat, str]:
+def check_humans(setup: TextEvalSetup, human_seat: Seat) -> dict[Seat, str]:
     """Loads all policies and returns their names by seat. Raises ValueError if a person plays any seat but
-    `human_seat`."""
+    `human_seat`, which is "" for a game that a person watches."""
     policies = setup.policies
-    if others := [seat for seat, policy in policies.items() if isinstance(policy, HumanPolicy) and seat != human_seat]:
+    people = [seat for seat, policy in policies.items() if isinstance(policy, HumanPolicy) and seat != human_seat]
+    if people and not human_seat:
+        raise ValueError(f"--watch shows policies: give seat {people[0]} one, or leave out --watch to play it")
+    if people:
         raise ValueError(
-            f"one person can play at the page, at seat {human_seat}: give seat {others[0]} another policy with --seats"
+            f"one person can play at the page, at seat {human_seat}: give seat {people[0]} another policy with --seats"
         )
     return {seat: policy.name for seat, policy in policies.items()}
