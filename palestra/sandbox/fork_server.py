@@ -31,9 +31,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from palestra.sandbox import cgroup, mounts, process_tree, workdir
+from palestra.sandbox import cgroup, mounts, process_tree, sandlock, workdir
 from palestra.sandbox.base import CALL
-from palestra.sandbox.supervisor import BACKENDS, supervise
+from palestra.sandbox.supervisor import supervise
 
 FOLDER_PREFIX = "palestra-sandbox-"
 LOCK_GRACE_S = 60.0  # seconds within which a new folder may not be locked yet by its fork server
@@ -211,9 +211,8 @@ def _clear_abandoned(parent: Path, remove: Callable[[Path], object]) -> None:
 
 def main() -> None:
     """Main function of the fork server; its control socket is stdin."""
-    for backend in BACKENDS.values():
-        if not backend.missing():
-            backend.load()
+    if not sandlock.missing():
+        sandlock.load()
     process_tree.become_subreaper()
     listener = take_control_socket()
     _clear_up()
