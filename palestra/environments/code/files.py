@@ -15,7 +15,7 @@ import pickletools
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from functools import lru_cache
 from itertools import starmap
 from pathlib import Path
@@ -273,16 +273,11 @@ def _lines(text: str | Sequence[str]) -> str:
 
 def _first_python(solutions: Sequence[str]) -> str | None:
     """Returns the first solution that parses as Python 3 (some are Python 2); None if none does."""
-    return next(_compiling(solutions), None)
-
-
-def _compiling(solutions: Sequence[str]) -> Iterator[str]:
     for source in solutions:
-        try:
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
             ast.parse(source)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
-        yield source
+            return source
+    return None
 
 
 def _unpack_hidden_tests(text: str) -> list[Any]:

@@ -113,7 +113,7 @@ class ToolReview(Env):
         self.seats = SEATS[team]
         self.roles = {seat: ROLES[seat] for seat in SEATS[team]}
         self.limit = limit
-        self.max_calls = max_calls
+        self.calls_allowed = 1 + max_calls
         self.split = split
         self.reward = reward
         self.examples = {seat: worked_exchanges(seat, shots, self.kinds, limit) for seat in self.seats}
@@ -133,7 +133,7 @@ class ToolReview(Env):
         reply = str(actions[seat])
         self._replies = self._replies + 1
         has_call = TOOL_CALL_PATTERN.search(reply) is not None
-        if seat == CALLER or (has_call and len(self.calls) < self._calls_allowed):
+        if seat == CALLER or (has_call and len(self.calls) < self.calls_allowed):
             return self._call(seat, reply)
         success = not has_call and is_right(reply, self.question)
         self.invalid = self.invalid | {seat: has_call or not any(c.isdigit() for c in reply)}
@@ -143,7 +143,7 @@ class ToolReview(Env):
     def expert(self, seat: Seat, rng: random.Random) -> str:
         """Returns the right call, or the answer if the last call found it."""
         is_answered = bool(self.calls) and finds_answer(self.calls[-1].result, self.question)
-        if seat != CALLER and (is_answered or len(self.calls) >= self._calls_allowed):
+        if seat != CALLER and (is_answered or len(self.calls) >= self.calls_allowed):
             return self.question.answer
         return render(self.question.right_call)
 
@@ -162,10 +162,6 @@ class ToolReview(Env):
         if seat == CALLER and self.reward == "dense":
             terms = {seat: {"call": float(finds_answer(result, self.question))}}
         return Step(self._observations(), total_rewards(terms), info=self._info(success=False) | terms_info(terms))
-
-    @property
-    def _calls_allowed(self) -> int:
-        return 1 + self.max_calls
 
     def _info(self, success: bool) -> dict[str, Any]:
         info: dict[str, Any] = {"turn": self._replies, "success": success, "kind": self.question.kind}
