@@ -142,8 +142,7 @@ def _export_population(run: Path, member: str | None, greedy: bool) -> GamePolic
 
 
 def enumerate_game(env: Mapping[str, Any], max_nodes: int = MAX_NODES) -> GameTree:
-    """Returns the tree of the game of an env's config. Raises ValueError if it has no rules here, or more than
-    `max_nodes` nodes."""
+    """Returns the game tree of an env's config. Raises ValueError without rules, or beyond `max_nodes`."""
     game = tree_of_env(_game_options(env), max_nodes)
     if game is None:
         raise ValueError(f"{no_rules_message(env)}, so its information states cannot be listed")

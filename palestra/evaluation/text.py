@@ -74,8 +74,7 @@ class TextEvalSetup(NamedTuple):
     def play(
         self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int, on_progress: OnProgress
     ) -> list[EvalResult]:
-        """Plays instances 0 to `episodes` - 1 with each assignment of policies to seats; returns one result per
-        assignment."""
+        """Plays instances 0 to `episodes` - 1 with each assignment; returns one result of each."""
         return asyncio.run(self.play_assignments(assignments, episodes, seed, on_progress))
 
     async def play_assignments(

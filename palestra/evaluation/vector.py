@@ -69,8 +69,7 @@ class VectorEvalSetup:
     def play(
         self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int, on_progress: OnProgress
     ) -> list[EvalResult]:
-        """Plays the same `episodes` episodes with each assignment of policies to seats; returns one result per
-        assignment."""
+        """Plays the same `episodes` episodes with each assignment; returns one result of each."""
         results = []
         for names in assignments:
             results.append(self._play(names, episodes, seed))

@@ -167,6 +167,5 @@ def _ranges(numbers: Iterable[int | None]) -> list[tuple[int, int]]:
 
 
 def instruction(code: int, value: int, *, skip_if_true: int = 0, skip_if_false: int = 0) -> bytes:
-    """Encodes a BPF instruction; `skip_if_true` and `skip_if_false` are the numbers of instructions to skip after a
-    true or false test."""
+    """Encodes a BPF instruction; `skip_if_...` are the numbers of instructions to skip after a test."""
     return struct.pack("=HBBI", code, skip_if_true, skip_if_false, value)

@@ -56,8 +56,7 @@ def mount_exceeds_limit(folder: Path, max_bytes: int, _: HeldResources) -> bool:
 
 
 def exceeds_limit(folder: Path, max_bytes: int, held: HeldResources) -> bool:
-    """Returns True if the folder and the program's unnamed files use more than `max_bytes` bytes, or if the folder has
-    more than `MAX_FILES` files."""
+    """Returns True for more than `max_bytes` in folder and unnamed files, or more than `MAX_FILES` files."""
     size = held.unnamed_file_bytes
     if held.num_unmeasured_files or size > max_bytes:
         return True
@@ -73,8 +72,7 @@ def exceeds_limit(folder: Path, max_bytes: int, held: HeldResources) -> bool:
 
 
 def read_files(folder: Path, max_bytes: int) -> dict[str, bytes]:
-    """Reads the folder's regular files by relative path; leaves out those that would exceed `max_bytes` bytes in
-    total."""
+    """Reads the folder's regular files by relative path, as far as they fit into `max_bytes` bytes."""
     found: dict[str, bytes] = {}
     try:
         for entry in _walk(folder):

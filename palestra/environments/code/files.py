@@ -124,9 +124,7 @@ def _human_eval(row: Row) -> ProgramProblem:
 
 
 def _checks(test: str, entry: str, prompt: str) -> tuple[ProgramKind, tuple[ProgramTest, ...]]:
-    """Returns the tests in HumanEval's function `check`: its assertions, or the whole function if it does more than
-    assert.
-    """
+    """Returns the tests in HumanEval's `check`: its assertions, or all of it if it does more."""
     check = next((node for node in ast.parse(test).body if getattr(node, "name", "") == "check"), None)
     body = check.body if isinstance(check, ast.FunctionDef) else []
     if all(isinstance(node, ast.Assert | ast.Expr) for node in body):
@@ -347,8 +345,7 @@ def parse_asserts(
 
 
 def check_names(source: str, known: Set[str | None]) -> None:
-    """Raises InseparableTestsError if code uses a name that it does not define, is not a Python builtin and is not in
-    `known`."""
+    """Raises InseparableTestsError for a name that is not defined in the code, builtin or `known`."""
     tree = ast.parse(source)
     defined = _defined_names(tree) | known
     unknown = {str(name) for name in _used_names(tree) - defined if not hasattr(builtins, str(name))}

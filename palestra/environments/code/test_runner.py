@@ -62,8 +62,8 @@ class ProgramSpec:
 
 @dataclass(frozen=True)
 class ProgramTestResult:
-    """The result of one test. `ok`: the program returned a result; `passed`: it is the expected one. `output` is the
-    start of the output, of the value in Python notation, or of the error.
+    """The result of one test. `completed`: the program returned a result; `passed`: it is the expected one. `output` is
+    the start of the output, of the value in Python notation, or of the error.
     """
 
     completed: bool
@@ -73,9 +73,7 @@ class ProgramTestResult:
 
 @dataclass(frozen=True)
 class ProgramTestResults:
-    """The results of tests, in order. `compile_error` is the error if the program does not compile. `asked` are calls
-    by assertions whose results are not known yet.
-    """
+    """The results of tests, in order. `requested_calls` are calls by assertions with unknown results."""
 
     results: tuple[ProgramTestResult, ...]
     compile_error: str | None = None
@@ -159,9 +157,7 @@ class ProgramTestRunner:
     async def _run_assertions(
         self, code: ProgramSpec, cases: tuple[ProgramTest, ...], limits: ResourceLimits
     ) -> ProgramTestResults:
-        """Runs assertions in one sandbox and the calls that they make in others, so that the program can affect an
-        assertion only by its return values.
-        """
+        """Runs assertions apart from the calls that they make, which affect them by return values only."""
         asking = await self._once(("asking", code.preamble, code.entry, cases), lambda: self._find_calls(code, cases))
         answers: dict[str, tuple[bool, str]] = {}
         for _ in range(MAX_CALL_ROUNDS):

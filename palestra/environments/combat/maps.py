@@ -108,8 +108,7 @@ def _army(text: str) -> list[str]:
 
 
 def _columns(size: int, front: float, back: float) -> list[tuple[float, float]]:
-    """Returns the starting places (x, y) of an army: columns of up to nine units, one apart, the first column in
-    front."""
+    """Returns the starting places (x, y) of an army: columns of up to nine units, one apart."""
     places = []
     for i in range(size):
         column, row = divmod(i, 9)

@@ -43,8 +43,7 @@ class ScoreWeights(StrictModel):
         return self
 
     def weighted_terms(self, structure: float, evidence: float, rebuttal: float, repetition: float) -> dict[str, float]:
-        """Returns the terms of a score in [0, 1], by the names of its parts, which are in [0, 1]. Repetition subtracts
-        no more than the others add."""
+        """Returns the terms of a score in [0, 1] by part. Repetition subtracts at most what the others add."""
         total = self.structure + self.evidence + self.rebuttal
         earned = {
             "structure": self.structure * structure / total,

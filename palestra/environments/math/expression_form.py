@@ -255,9 +255,7 @@ def total(forms: Iterable[Form]) -> Form:
 
 
 def is_near(gold: Any, answer: Any, tolerance: float) -> bool | None:
-    """Returns True if two constants, at least one of them a decimal, differ by at most `tolerance` of the right one;
-    None for anything else.
-    """
+    """Returns whether two constants, one of them a decimal, are within a relative `tolerance`; else None."""
     constants = isinstance(gold, Expr) and isinstance(answer, Expr) and not (gold.free_symbols | answer.free_symbols)
     if not constants or not (gold.has(Float) or answer.has(Float)):
         return None

@@ -48,9 +48,8 @@ Request = dict[str, Any]
 
 
 class Grader(NamedTuple):
-    """`judge` returns a score in [0, 1], or None for an unreadable answer. `prepare` runs in the server, once for each
-    request: children inherit what it caches.
-    """
+    """`grade` returns a score in [0, 1], None for an unreadable answer. `prepare` runs in the server, once for each
+    request: children inherit what it caches."""
 
     grade: Callable[[Request], float | None]
     prepare: Callable[[Request], object]
@@ -131,8 +130,7 @@ def import_reasoning_gym() -> Any:
 
 
 def prepare_grading(request: Request) -> Callable[[socket.socket], None]:
-    """Prepares a request in the fork server, whose caches its children inherit; returns what the child does: grade and
-    reply."""
+    """Prepares a request in the fork server and returns what the child does: grade and reply."""
     try:
         grader = _load_grader(request["kind"])
     except ImportError as error:

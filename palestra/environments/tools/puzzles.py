@@ -38,9 +38,7 @@ def compute_task(rng: random.Random) -> ToolTask:
 
 
 def files_task(rng: random.Random) -> ToolTask:
-    """Draws a task on numbers in files of the scratch folder: sum them, find the largest, or write their sum to a
-    file.
-    """
+    """Draws a task on numbers in files: sum them, find the largest, or write their sum to a file."""
     return rng.choice((_column, _most, _total))(rng)
 
 

@@ -85,9 +85,7 @@ class ToolTask:
 
 
 def is_correct(text: str, answer: str) -> bool:
-    """True if `text` states the answer and no other: the only number in it has the same value, or the words are the
-    same, ignoring case.
-    """
+    """True if the only number in `text` is the answer, or its words are, ignoring case."""
     wanted = parse_number(answer)
     if wanted is None:
         return _words(text) == _words(answer)

@@ -21,8 +21,7 @@ def visible_text(value: Any) -> str:
 
 
 def escape_text(value: Any, max_chars: int = MAX_TEXT_CHARS) -> str:
-    """Returns `value` as escaped HTML text: control characters are made visible, text beyond `max_chars` characters is
-    cut with a note."""
+    """Returns `value` as escaped, visible HTML text, cut with a note beyond `max_chars` characters."""
     shown = visible_text(value)
     text = html.escape(shown[:max_chars])
     if len(shown) > max_chars:

@@ -178,8 +178,7 @@ def _pairwise_scores(record: PopulationRecord) -> tuple[list[str], np.ndarray]:
 
 
 def _some_games(record: PopulationRecord, names: list[str]) -> list[tuple[list[str], list[float]]]:
-    """Returns at most `MAX_OPENSKILL_GAMES` games of each pair, with wins and draws in proportion, in a fixed random
-    order."""
+    """Returns at most `MAX_OPENSKILL_GAMES` games of each pair, in proportion, in a fixed random order."""
     games: list[tuple[list[str], list[float]]] = []
     for pair in record.payoffs.cells():
         cell = record.payoffs.cell(pair)
