@@ -69,8 +69,8 @@ class MathJudge(Env):
         self.is_compact = rendering == "compact"
         self.roles = role_prompts(commits_first, self.is_compact)
         kinds = ["sum"] if kinds is None else kinds
-        self.source = ProblemSource(kinds, difficulty, None, None, None, split)
-        examples = ProblemSource(kinds, difficulty, None, None, None, "base")
+        self.source = ProblemSource(kinds, difficulty, split)
+        examples = ProblemSource(kinds, difficulty, "base")
         worked = [examples.problem(seed) for seed in range(shots)]
         self.examples = {seat: self._worked_exchanges(seat, worked) for seat in self.seats}
         self.replies = ("",) * len(self.turns)

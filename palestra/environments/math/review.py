@@ -66,8 +66,8 @@ class MathReview(Env):
         self.roles = {seat: ROLES[seat] for seat in SEATS[team]}
         self.reward = reward
         kinds = ["sum"] if kinds is None else kinds
-        self.source = ProblemSource(kinds, difficulty, None, None, None, split)
-        examples = ProblemSource(kinds, difficulty, None, None, None, "base")
+        self.source = ProblemSource(kinds, difficulty, split)
+        examples = ProblemSource(kinds, difficulty, "base")
         worked = [examples.problem(seed) for seed in range(shots)]
         self.examples = {seat: worked_exchanges(seat, worked) for seat in self.seats}
         self._next: Seat | None = None
@@ -109,8 +109,7 @@ class MathReview(Env):
 def replies_info(
     replies: Mapping[Seat, str], grades: Mapping[Seat, AnswerGrade], success: bool, gold: str, *, is_last: bool
 ) -> dict[str, Any]:
-    """Returns the info of a step: its turn, success, and by seat the answers and which replies have
-    none; of the last step also the final answer, and the right one, `gold`."""
+    """Returns the info of a step; of the last one also the final answer, and the right one, `gold`."""
     answers = {seat: last_number(reply) for seat, reply in replies.items()}
     info: dict[str, Any] = {"turn": len(replies), "success": success, "answers": answers}
     info["invalid"] = {seat: not grade.is_readable for seat, grade in grades.items()}
