@@ -174,14 +174,6 @@ def _prepare_call(line: bytes) -> Serve:
     return serve
 
 
-def take_control_socket() -> socket.socket:
-    """Returns the control socket, which is stdin, and lets stdin and stdout lead nowhere."""
-    control_socket = socket.socket(fileno=os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-    os.dup2(0, 1)
-    return control_socket
-
-
 def _hold(root: Path) -> bool:
     """Locks a folder until this process and its supervisors have exited; returns False if it is locked already."""
     descriptor = os.open(root, os.O_RDONLY)
@@ -214,13 +206,15 @@ def main() -> None:
     if not sandlock.missing():
         sandlock.load()
     process_tree.become_subreaper()
-    listener = take_control_socket()
+    control_socket = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)  # from here on stdin and stdout lead nowhere
+    os.dup2(0, 1)
     _clear_up()
     root = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     _hold(root)
     gc.freeze()
     try:
-        server = ForkServer(listener, root)
+        server = ForkServer(control_socket, root)
         try:
             server.serve()
         finally:

@@ -31,12 +31,7 @@ def create(folder: Path, request: RunRequest, *, mounts: bool) -> None:
         files = max(MAX_FILES, names) + SLACK_FILES
         mount(folder.parent, size, files)
     folder.mkdir()
-    write_files(folder, request.files)
-
-
-def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Writes files by relative path, creating parent folders."""
-    for name, data in files.items():
+    for name, data in request.files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)

@@ -13,7 +13,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -102,13 +102,10 @@ class ProgramTestRunner:
 
         Raises ValueError if an assertion is broken or tests nothing, independent of the program.
         """
-
-        async def make() -> ProgramTestResults:
-            if code.kind == "assertion":
-                return await self._run_assertions(code, cases, limits)
-            return await self._run(code, cases, limits)
-
-        return await self._once((code, cases, limits), make)
+        run = self._run
+        if code.kind == "assertion":
+            run = self._run_assertions
+        return await self._once((code, cases, limits), partial(run, code, cases, limits))
 
     async def _once(
         self, what: tuple[object, ...], make: Callable[[], Awaitable[ProgramTestResults]]
@@ -139,9 +136,8 @@ class ProgramTestRunner:
             for i, case in enumerate(cases)
         }
         outcome = await self._run_harness(code, tuple(case.input_text for case in cases), limits, most)
-        return await asyncio.to_thread(
-            _build_results, outcome, code, cases, most
-        )  # comparing hundreds of long texts would block the event loop
+        # comparing hundreds of long texts would block the event loop
+        return await asyncio.to_thread(_build_results, outcome, code, cases, most)
 
     async def _run_harness(
         self, code: ProgramSpec, givens: tuple[str, ...], limits: ResourceLimits, most: Mapping[str, int]
@@ -158,7 +154,7 @@ class ProgramTestRunner:
         self, code: ProgramSpec, cases: tuple[ProgramTest, ...], limits: ResourceLimits
     ) -> ProgramTestResults:
         """Runs assertions apart from the calls that they make, which affect them by return values only."""
-        asking = await self._once(("asking", code.preamble, code.entry, cases), lambda: self._find_calls(code, cases))
+        asking = await self._once(("asking", code.preamble, code.entry, cases), partial(self._find_calls, code, cases))
         answers: dict[str, tuple[bool, str]] = {}
         for _ in range(MAX_CALL_ROUNDS):
             most = {
