@@ -69,13 +69,6 @@ def _distance(units: np.ndarray, b: int, u: int, v: int) -> float:
     return math.sqrt(_squared_distance(units, b, u, v))
 
 
-@jit
-def _begin_game(g: CombatArrays, rules: CombatParams, start: StartParams, b: int) -> None:
-    begin_battle(g, start, rules.stats_KF, rules.allies, b)
-    g.target[b], g.last[b], g.facing[b] = -1, -1, EAST
-    g.steps[b] = 0
-
-
 @jit  # these three are called only with a cone, and slow every step down if they are inlined
 def _in_cone(units: np.ndarray, b: int, n: int, v: int, facing: int) -> bool:
     """True if unit v is within 45 degrees of the direction of the move `facing` from ally n."""
@@ -329,7 +322,9 @@ def _alive(units: np.ndarray, b: int, start: int, stop: int) -> bool:
 
 @jit
 def _restart(g: CombatArrays, rules: CombatParams, start: StartParams, b: int) -> None:
-    _begin_game(g, rules, start, b)
+    begin_battle(g, start, rules.stats_KF, rules.allies, b)
+    g.target[b], g.last[b], g.facing[b] = -1, -1, EAST
+    g.steps[b] = 0
     _write(g, rules, b)
 
 

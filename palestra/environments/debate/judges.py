@@ -7,8 +7,9 @@ since each fact counts once. Length earns nothing: text over the limit, repetiti
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from itertools import chain
 from typing import Any, Literal, Self
 
@@ -73,9 +74,7 @@ class ScoreParts:
         return {name: round(value, 6) for name, value in asdict(self).items()}
 
     def __add__(self, other: ScoreParts) -> ScoreParts:
-        ours = asdict(self)
-        theirs = asdict(other)
-        return ScoreParts(**{name: ours[name] + theirs[name] for name in ours})
+        return ScoreParts(*map(operator.add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True)

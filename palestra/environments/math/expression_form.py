@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import reduce
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -245,10 +246,7 @@ def _is_open_root(base: Any, exponent: Any, is_under: bool) -> bool:
 
 def total(forms: Iterable[Form]) -> Form:
     """Returns the sum of forms."""
-    form_sum = Form()
-    for form in forms:
-        form_sum = form_sum.plus(form)
-    return form_sum
+    return reduce(Form.plus, forms, Form())
 
 
 # ---- values
