@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from palestra.evaluation.report.html import format_number
+from palestra.evaluation.report.tables import sample_cell
 from palestra.runs.headline import (
     eval_label,
     paid_seats,
@@ -63,7 +64,7 @@ def _add_eval_rows(table: Table, name: str, lines: Sequence[dict[str, Any]]) -> 
         cells = _ends(lines, partial(success_interval, key=rate))
         table.add_row(f"{name}: success of {n}{of_team}", *cells, style="bold")
     for title, _ in sample_rows(last):
-        sampled = _ends(lines, lambda x, of=title: dict(sample_rows(x)).get(of, "-"))
+        sampled = _ends(lines, partial(sample_cell, title))
         table.add_row(f"{name}: {title} of {n}", *sampled)
     if shows_return(last):
         for key, what in return_keys(last).items():
