@@ -131,8 +131,7 @@ def open_text_eval(
 
 
 def table_of_seats(env_config: Mapping[str, Any], policies: Mapping[Seat, Policy], game: GameTree) -> np.ndarray:
-    """Returns the action probabilities [I, A] of the policies at their seats of a text game. Raises ValueError for a
-    policy that has none."""
+    """Returns the action probabilities [I, A] of a text game's policies. Raises ValueError without them."""
     env = make_env(**env_config)
     assert isinstance(env, TextGame)
     reader = LMActionReader(env, game)

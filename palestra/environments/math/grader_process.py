@@ -164,8 +164,7 @@ def _grade(grader: Grader, request: Request, server: int, requester: socket.sock
 def grade_in_child(
     grader: Grader, request: Request, rules: bytes, requester: socket.socket
 ) -> tuple[GraderOutcome, float]:
-    """Returns how the grading of a request ended in a confined child, and the score. Kills the child if the requester
-    disconnects."""
+    """Returns how grading ended in a confined child, and the score. Kills it if the requester is gone."""
     report, end = os.pipe()
     parent = os.getpid()
     child = os.fork()

@@ -294,8 +294,7 @@ def worked_exchanges(seat: Seat, shots: int, kinds: tuple[QuestionKind, ...], li
 
 
 def worked_replies(seat: Seat, question: Question, *, is_wrong: bool) -> list[tuple[str, str]]:
-    """Returns what a seat is asked and the right replies; with `is_wrong`, after a wrong first call that is not one of
-    the replies."""
+    """Returns what a seat is asked and the right replies; with `is_wrong`, after a wrong first call."""
     right = render(question.right_call)
     if seat == CALLER:
         return [(question.text, right)]

@@ -98,8 +98,7 @@ def learner_charts(record: PopulationRecord) -> Iterator[Chart]:
 
 
 def nash_conv_points(record: PopulationRecord) -> list[dict[str, float]]:
-    """Returns the measured NashConv values, each with `env_steps` and `games` so far and `seconds` since the start,
-    where known."""
+    """Returns the NashConv values with `env_steps`, `games` and `seconds` so far, where known."""
     counts = {line["iteration"]: line for line in record.metrics if line["policy"] == TEAM and "env_steps" in line}
     seconds = {line["step"]: line["elapsed_s"] for line in record.timings}
     points = []
@@ -160,8 +159,7 @@ def _draw_best_responses(record: PopulationRecord, axis: Any) -> None:
 
 
 def best_responses(record: PopulationRecord) -> tuple[list[str], list[tuple[int, int]]]:
-    """Returns the members of a two-seat game, and pairs of numbers: each member and the other member that earns most
-    against it."""
+    """Returns the members of a two-seat game, and pairs of each and the one that earns most against it."""
     table = record.payoffs
     (one, other), (first, second) = table.seats, table.mean()
     if one == other:
