@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from palestra.core.config import load, validate
 from palestra.core.files import atomic_write, read_json
@@ -65,12 +66,7 @@ class GamePolicy:
     @classmethod
     def load(cls, path: str | Path) -> GamePolicy:
         """Reads what `save` wrote."""
-        tree = read_json(Path(path), dict)
-        players = tuple(tree["players"])
-        for policy in players:
-            for state, row in policy.items():
-                policy[state] = {int(action): p for action, p in row.items()}
-        return cls(tree["env"], tuple(tree["action_names"]), players, tree["nash_conv"], tree.get("mixtures", {}))
+        return TypeAdapter(cls).validate_python(read_json(Path(path), dict))
 
     def to_openspiel(self) -> Any:
         """Returns the policy as an `open_spiel.python.policy.Policy`. Raises ValueError unless the game is one of
