@@ -95,8 +95,7 @@ class ForkServer:
                 self.pending.append((b"", requester))
 
     def _read_call(self, requester: socket.socket) -> None:
-        """Reads what has arrived of the line of a call. Nothing waits for the rest: a requester that is slow to send it
-        would delay all others."""
+        """Reads what has arrived of a call's line; waiting for the rest would delay all others."""
         try:
             data = requester.recv(2**16)
         except ConnectionError:

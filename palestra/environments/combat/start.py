@@ -49,8 +49,7 @@ def _reflect(g: Any, allies: int, b: int) -> None:
 
 @jit
 def _surround(g: Any, allies: int, b: int) -> None:
-    """Places allies in the middle and enemies in one to four groups, each anywhere on another of the four diagonals
-    between a corner and the middle."""
+    """Places allies in the middle, enemies in one to four groups, each on another half diagonal."""
     rng = g.rng[b]
     groups = 1 + random_below(rng, 4)
     corners = np.arange(4)

@@ -91,7 +91,7 @@ def read_documents(path: Path) -> list[Document]:
 
 
 def search_tool(num_results: int, is_compact: bool) -> Callable[..., str]:
-    """Returns a tool that shows the best `num_results` documents; with `is_compact`, only titles and snippets."""
+    """Returns a tool that shows the best `num_results` documents; `is_compact`: titles and snippets."""
 
     def search(query: str, scratch: ToolState) -> str:
         """Searches the documents for words and shows the parts that fit best; read_document shows a whole document.

@@ -83,8 +83,7 @@ def _number(key: str, digits: int, line: dict[str, Any]) -> str:
 
 
 def _ends(lines: Sequence[dict[str, Any]], text: Callable[..., str]) -> tuple[str, str]:
-    """Returns the texts of an evaluation before and after training: of its first and last line. If there is only one
-    line, the other text is "-" (step -1 is before training)."""
+    """Returns the texts of an evaluation before (step -1) and after training; "-" for one not played."""
     if len(lines) > 1:
         return text(lines[0]), text(lines[-1])
     if lines[0]["step"] < 0:
