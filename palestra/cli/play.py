@@ -126,17 +126,15 @@ def _in_browser(setup: TextEvalSetup, own_seat: str, seed: int, host: str, port:
     require_packages("playing in the browser", "dashboard", "starlette", "uvicorn", "httptools")
     from palestra.dashboard.play_server import serve
     from palestra.dashboard.play_session import GameSetup, PlaySessions
-    from palestra.evaluation.text import check_no_human, check_single_human, play_episode, watch_episode
+    from palestra.evaluation.text import check_humans, play_episode, watch_episode
 
     env = setup.runner.make_env()
     name = env.name or type(env).__name__
     rules = env.rules_for(own_seat or env.seats[0])
     run_game: Any = partial(watch_episode, setup)
     if own_seat:
-        seats = check_single_human(setup, own_seat)
         run_game = partial(play_episode, setup, own_seat)
-    else:
-        seats = check_no_human(setup)
+    seats = check_humans(setup, own_seat)
     sessions = PlaySessions(
         run_game, GameSetup(name, seats, own_seat, rules, env.picture), first_instance=seed, print_line=print_line
     )

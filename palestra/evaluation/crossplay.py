@@ -64,7 +64,6 @@ def open_workers(config: PopulationConfig, folders: Mapping[str, Path]) -> Itera
 def _missing_tasks(record: PopulationRecord, games: int) -> list[PlayTask]:
     """Returns tasks for the cells with fewer than `games` games, grouped by the number missing. The name of
     a task contains the number of existing lines, so that no game is played twice."""
-    stored = {member.name for member in record.members if member.weights}
     lacking: dict[int, list[MemberProfile]] = {}
     for members in record.payoffs.cells_below(games):
         lacking.setdefault(games - record.payoffs.cell(members).games, []).append(members)
@@ -74,6 +73,6 @@ def _missing_tasks(record: PopulationRecord, games: int) -> list[PlayTask]:
         for i in range(0, len(cells), CELLS_PER_TASK):
             name = f"crossplay/{before}-{len(tasks)}"
             some = tuple(cells[i : i + CELLS_PER_TASK])
-            members = tuple(dict.fromkeys(filter(stored.__contains__, chain.from_iterable(some))))
+            members = record.with_weights(chain.from_iterable(some))
             tasks.append(PlayTask(name, cells=some, games_per_cell=more, members=members))
     return tasks

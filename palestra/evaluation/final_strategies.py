@@ -11,7 +11,6 @@ from palestra.populations.plans.league_rules import LeagueConfig
 from palestra.populations.plans.pbt import PBTConfig
 from palestra.populations.plans.self_play import SelfPlayConfig
 from palestra.populations.population import Mix, Player
-from palestra.populations.tasks import TrainTask
 
 MAX_NAMED = 4  # largest number of members of a mixture that are listed by name
 
@@ -73,7 +72,6 @@ def _best_rated(record: PopulationRecord, player: Player) -> list[str]:
     the first of equals; [] if none has a member in the population."""
     ratings = {line["policy"]: line["rating"] for line in record.metrics if line.get("rating") is not None}
     members = {member.name for member in record.members if member.player == player}
-    trained = [done.task for done in record.tasks if isinstance(done.task, TrainTask)]
-    latest = {task.learner: task.output_member for task in trained}
+    latest = {task.learner: task.output_member for task in record.train_tasks}
     rated = [name for name in ratings if latest.get(name) in members]
     return [latest[max(rated, key=ratings.__getitem__)]] if rated else []

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from palestra.core.config import load, validate
 from palestra.core.files import atomic_write, read_json
@@ -65,12 +66,7 @@ class GamePolicy:
     @classmethod
     def load(cls, path: str | Path) -> GamePolicy:
         """Reads what `save` wrote."""
-        tree = read_json(Path(path), dict)
-        players = tuple(tree["players"])
-        for policy in players:
-            for state, row in policy.items():
-                policy[state] = {int(action): p for action, p in row.items()}
-        return cls(tree["env"], tuple(tree["action_names"]), players, tree["nash_conv"], tree.get("mixtures", {}))
+        return TypeAdapter(cls).validate_python(read_json(Path(path), dict))
 
     def to_openspiel(self) -> Any:
         """Returns the policy as an `open_spiel.python.policy.Policy`. Raises ValueError unless the game is one of
@@ -142,8 +138,7 @@ def _export_population(run: Path, member: str | None, greedy: bool) -> GamePolic
 
 
 def enumerate_game(env: Mapping[str, Any], max_nodes: int = MAX_NODES) -> GameTree:
-    """Returns the tree of the game of an env's config. Raises ValueError if it has no rules here, or more than
-    `max_nodes` nodes."""
+    """Returns the game tree of an env's config. Raises ValueError without rules, or beyond `max_nodes`."""
     game = tree_of_env(_game_options(env), max_nodes)
     if game is None:
         raise ValueError(f"{no_rules_message(env)}, so its information states cannot be listed")

@@ -205,8 +205,7 @@ def read_verdict(reply: str) -> Verdict | None:
 
 
 def outcome(as_a: Verdict | None, as_b: Verdict | None) -> Verdict:
-    """Returns "A" if both orders prefer the episode that is A in the first order and B in the second, "B" if both
-    prefer the other one, else "tie"."""
+    """Returns "A" if both orders prefer the first order's A, "B" if both prefer its B, else "tie"."""
     if (as_a, as_b) == ("A", "B"):
         return "A"
     if (as_a, as_b) == ("B", "A"):

@@ -158,8 +158,7 @@ def _env_target(name: str, options: Mapping[str, Any]) -> Target:
 
 
 def find_checkpoint(path: Path, step: int | None) -> Checkpoint:
-    """Returns the newest checkpoint of a run, or the one after `step` steps. Raises ValueError if there is none or its
-    files are damaged."""
+    """Returns a run's newest checkpoint, or that after `step` steps. Raises ValueError: none, or damaged."""
     checkpoints = [checkpoint for checkpoint in list_all_checkpoints(path) if checkpoint.path.is_dir()]
     matching = [checkpoint for checkpoint in checkpoints if step is None or checkpoint.step + 1 == step]
     if not matching:

@@ -74,8 +74,7 @@ class TextEvalSetup(NamedTuple):
     def play(
         self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int, on_progress: OnProgress
     ) -> list[EvalResult]:
-        """Plays instances 0 to `episodes` - 1 with each assignment of policies to seats; returns one result per
-        assignment."""
+        """Plays instances 0 to `episodes` - 1 with each assignment; returns one result of each."""
         return asyncio.run(self.play_assignments(assignments, episodes, seed, on_progress))
 
     async def play_assignments(
@@ -132,8 +131,7 @@ def open_text_eval(
 
 
 def table_of_seats(env_config: Mapping[str, Any], policies: Mapping[Seat, Policy], game: GameTree) -> np.ndarray:
-    """Returns the action probabilities [I, A] of the policies at their seats of a text game. Raises ValueError for a
-    policy that has none."""
+    """Returns the action probabilities [I, A] of a text game's policies. Raises ValueError without them."""
     env = make_env(**env_config)
     assert isinstance(env, TextGame)
     reader = LMActionReader(env, game)
@@ -252,20 +250,15 @@ class _Watched:
         return await self._act(query)
 
 
-def check_no_human(setup: TextEvalSetup) -> dict[Seat, str]:
-    """Loads all policies and returns their names by seat. Raises ValueError if a person plays a seat."""
-    policies = setup.policies
-    if people := [seat for seat, policy in policies.items() if isinstance(policy, HumanPolicy)]:
-        raise ValueError(f"--watch shows policies: give seat {people[0]} one, or leave out --watch to play it")
-    return {seat: policy.name for seat, policy in policies.items()}
-
-
-def check_single_human(setup: TextEvalSetup, human_seat: Seat) -> dict[Seat, str]:
+def check_humans(setup: TextEvalSetup, human_seat: Seat) -> dict[Seat, str]:
     """Loads all policies and returns their names by seat. Raises ValueError if a person plays any seat but
-    `human_seat`."""
+    `human_seat`, which is "" for a game that a person watches."""
     policies = setup.policies
-    if others := [seat for seat, policy in policies.items() if isinstance(policy, HumanPolicy) and seat != human_seat]:
+    people = [seat for seat, policy in policies.items() if isinstance(policy, HumanPolicy) and seat != human_seat]
+    if people and not human_seat:
+        raise ValueError(f"--watch shows policies: give seat {people[0]} one, or leave out --watch to play it")
+    if people:
         raise ValueError(
-            f"one person can play at the page, at seat {human_seat}: give seat {others[0]} another policy with --seats"
+            f"one person can play at the page, at seat {human_seat}: give seat {people[0]} another policy with --seats"
         )
     return {seat: policy.name for seat, policy in policies.items()}

@@ -49,8 +49,7 @@ class VectorEvalSetup:
         return seed_notes(self.env)
 
     def groups(self, names: Mapping[Seat, str]) -> list[tuple[str, tuple[Seat, ...]]]:
-        """Returns the policy and the seats of each player: one player for each seat of `names`, or one for all seats of
-        a policy whose network plays a team."""
+        """Returns the policy and the seats of each player: a seat, or all seats that a team's network plays."""
 
         def folder_of(name: str) -> Path | None:
             if name == "random" or name.startswith("script:"):
@@ -69,8 +68,7 @@ class VectorEvalSetup:
     def play(
         self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int, on_progress: OnProgress
     ) -> list[EvalResult]:
-        """Plays the same `episodes` episodes with each assignment of policies to seats; returns one result per
-        assignment."""
+        """Plays the same `episodes` episodes with each assignment; returns one result of each."""
         results = []
         for names in assignments:
             results.append(self._play(names, episodes, seed))

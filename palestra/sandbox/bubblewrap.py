@@ -42,11 +42,6 @@ def missing() -> str | None:
     return None if shutil.which("bwrap") else "there is no program bwrap on the PATH"
 
 
-def load() -> None:
-    """Checks that the seccomp filter exists for this machine. Raises ValueError if not."""
-    seccomp_filter(mounts=True)
-
-
 def start(request: RunRequest, folder: Path, *, mounts: bool) -> tuple[RunningProgram, bytes]:
     """Starts the program in its own namespaces; returns it and the boot message for its stdin.
 

@@ -147,8 +147,7 @@ class ForkServerClient:
         self.control_socket = ours
 
     def connect(self, kind: bytes = RUN) -> socket.socket:
-        """Returns a socket to a new child that serves a request of this kind. Raises SandboxError if the fork server is
-        gone."""
+        """Returns a socket to a new child for a request. Raises SandboxError if the fork server is gone."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:

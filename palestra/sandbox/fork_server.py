@@ -31,9 +31,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from palestra.sandbox import cgroup, mounts, process_tree, workdir
+from palestra.sandbox import cgroup, mounts, process_tree, sandlock, workdir
 from palestra.sandbox.base import CALL
-from palestra.sandbox.supervisor import BACKENDS, supervise
+from palestra.sandbox.supervisor import supervise
 
 FOLDER_PREFIX = "palestra-sandbox-"
 LOCK_GRACE_S = 60.0  # seconds within which a new folder may not be locked yet by its fork server
@@ -95,8 +95,7 @@ class ForkServer:
                 self.pending.append((b"", requester))
 
     def _read_call(self, requester: socket.socket) -> None:
-        """Reads what has arrived of the line of a call. Nothing waits for the rest: a requester that is slow to send it
-        would delay all others."""
+        """Reads what has arrived of a call's line; waiting for the rest would delay all others."""
         try:
             data = requester.recv(2**16)
         except ConnectionError:
@@ -174,14 +173,6 @@ def _prepare_call(line: bytes) -> Serve:
     return serve
 
 
-def take_control_socket() -> socket.socket:
-    """Returns the control socket, which is stdin, and lets stdin and stdout lead nowhere."""
-    control_socket = socket.socket(fileno=os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-    os.dup2(0, 1)
-    return control_socket
-
-
 def _hold(root: Path) -> bool:
     """Locks a folder until this process and its supervisors have exited; returns False if it is locked already."""
     descriptor = os.open(root, os.O_RDONLY)
@@ -211,17 +202,18 @@ def _clear_abandoned(parent: Path, remove: Callable[[Path], object]) -> None:
 
 def main() -> None:
     """Main function of the fork server; its control socket is stdin."""
-    for backend in BACKENDS.values():
-        if not backend.missing():
-            backend.load()
+    if not sandlock.missing():
+        sandlock.load()
     process_tree.become_subreaper()
-    listener = take_control_socket()
+    control_socket = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)  # from here on stdin and stdout lead nowhere
+    os.dup2(0, 1)
     _clear_up()
     root = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     _hold(root)
     gc.freeze()
     try:
-        server = ForkServer(listener, root)
+        server = ForkServer(control_socket, root)
         try:
             server.serve()
         finally:

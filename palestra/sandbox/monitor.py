@@ -28,8 +28,7 @@ CHUNK_BYTES = 2**16
 
 
 class ProcessMonitor:
-    """Monitor of one program. `exceeded_limit`: the limit that it exceeded, if any. `seconds`: wall time since its
-    start."""
+    """Monitor of one program. `exceeded_limit` is the limit that it exceeded, if any."""
 
     def __init__(
         self,
@@ -51,6 +50,7 @@ class ProcessMonitor:
 
     @property
     def seconds(self) -> float:
+        """Wall time since the start."""
         return time.monotonic() - self.started_at
 
     def run_until_end(self, stdin: bytes) -> None:

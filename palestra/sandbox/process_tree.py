@@ -93,8 +93,7 @@ def _process(pid: int) -> ProcessInfo | None:
 
 
 def _living_thread(pid: int) -> str:
-    """Returns the /proc folder of a living thread: the first thread shows neither memory nor files once it has
-    exited."""
+    """Returns the /proc folder of a living thread: the first shows no memory or files once it exited."""
     with contextlib.suppress(OSError):  # gone
         for thread in os.listdir(f"/proc/{pid}/task"):
             folder = f"/proc/{pid}/task/{thread}"

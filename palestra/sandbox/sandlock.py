@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 from palestra.sandbox.base import RunRequest
 from palestra.sandbox.program import (
@@ -38,7 +37,9 @@ def missing() -> str | None:
 
 def load() -> None:
     """Loads the library once, before the fork server forks."""
-    _library().landlock_abi_version()
+    import sandlock
+
+    sandlock.landlock_abi_version()
 
 
 def start(request: RunRequest, folder: Path, *, mounts: bool) -> tuple[RunningProgram, bytes]:
@@ -46,7 +47,8 @@ def start(request: RunRequest, folder: Path, *, mounts: bool) -> tuple[RunningPr
 
     `mounts`: its folder is a separate file system, mounted noexec.
     """
-    sandlock = _library()
+    import sandlock
+
     _drop_capabilities()
     place = str(folder)
     box = sandlock.Sandbox(
@@ -69,12 +71,6 @@ def start(request: RunRequest, folder: Path, *, mounts: bool) -> tuple[RunningPr
 
     program = RunningProgram(process.pid, process.stdin, process.stdout, process.stderr, end, place)
     return program, boot_message(request, seccomp_filter(mounts=mounts))
-
-
-def _library() -> Any:
-    import sandlock
-
-    return sandlock
 
 
 def _drop_capabilities() -> None:

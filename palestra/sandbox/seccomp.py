@@ -126,27 +126,25 @@ def _instructions(column: int, arch: int, refused: tuple[str, ...]) -> Iterator[
     yield instruction(LOAD, ARCH_OFFSET)
     yield from (instruction(EQUAL, arch, skip_if_true=1), instruction(RETURN, KILL))
     yield instruction(LOAD, CALL_OFFSET)
-    for first, last in _ranges(numbers[column] for name, numbers in ALLOWED.items() if name not in refused):
-        yield from (
-            instruction(AT_LEAST, last + 1, skip_if_true=2),
-            instruction(AT_LEAST, first, skip_if_false=1),
-            instruction(RETURN, ALLOW),
-        )
+    yield from _answer((numbers[column] for name, numbers in ALLOWED.items() if name not in refused), ALLOW)
     for name, (steps, otherwise) in ARGUMENT_RULES.items():
         if (number := CHECKED[name][column]) is not None and name not in refused:
             body = [*chain.from_iterable(_step(step) for step in steps), instruction(RETURN, otherwise)]
             yield from (instruction(EQUAL, number, skip_if_false=len(body)), *body)
-    for first, last in _ranges(numbers[column] for numbers in FAKED.values()):
-        yield from (
-            instruction(AT_LEAST, last + 1, skip_if_true=2),
-            instruction(AT_LEAST, first, skip_if_false=1),
-            instruction(RETURN, ERRNO),
-        )
+    yield from _answer((numbers[column] for numbers in FAKED.values()), ERRNO)
     yield from (
         instruction(AT_LEAST, FIRST_COMMON_NUMBER, skip_if_false=1),
         instruction(RETURN, ERRNO | ENOSYS),
         instruction(RETURN, ERRNO | EPERM),
     )
+
+
+def _answer(numbers: Iterable[int | None], action: int) -> Iterator[bytes]:
+    """Yields the instructions that return `action` for the calls of these numbers."""
+    for first, last in _ranges(numbers):
+        yield instruction(AT_LEAST, last + 1, skip_if_true=2)
+        yield instruction(AT_LEAST, first, skip_if_false=1)
+        yield instruction(RETURN, action)
 
 
 def _step(rule: Rule) -> Iterator[bytes]:
@@ -167,6 +165,5 @@ def _ranges(numbers: Iterable[int | None]) -> list[tuple[int, int]]:
 
 
 def instruction(code: int, value: int, *, skip_if_true: int = 0, skip_if_false: int = 0) -> bytes:
-    """Encodes a BPF instruction; `skip_if_true` and `skip_if_false` are the numbers of instructions to skip after a
-    true or false test."""
+    """Encodes a BPF instruction; `skip_if_...` are the numbers of instructions to skip after a test."""
     return struct.pack("=HBBI", code, skip_if_true, skip_if_false, value)

@@ -11,16 +11,6 @@ from palestra.sandbox.base import RunRequest
 from palestra.sandbox.program import RunningProgram, boot_message, environment, interpreter_command, start_program
 
 
-def missing() -> str | None:
-    """Returns None: this backend works everywhere."""
-    return None
-
-
-def load() -> None:
-    """Does nothing: there is nothing to load."""
-    pass
-
-
 def start(request: RunRequest, folder: Path, *, mounts: bool) -> tuple[RunningProgram, bytes]:
     """Starts the program without isolation; returns it and the boot message for its stdin."""
     place = str(folder)

@@ -31,12 +31,7 @@ def create(folder: Path, request: RunRequest, *, mounts: bool) -> None:
         files = max(MAX_FILES, names) + SLACK_FILES
         mount(folder.parent, size, files)
     folder.mkdir()
-    write_files(folder, request.files)
-
-
-def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Writes files by relative path, creating parent folders."""
-    for name, data in files.items():
+    for name, data in request.files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
@@ -56,8 +51,7 @@ def mount_exceeds_limit(folder: Path, max_bytes: int, _: HeldResources) -> bool:
 
 
 def exceeds_limit(folder: Path, max_bytes: int, held: HeldResources) -> bool:
-    """Returns True if the folder and the program's unnamed files use more than `max_bytes` bytes, or if the folder has
-    more than `MAX_FILES` files."""
+    """Returns True for more than `max_bytes` in folder and unnamed files, or more than `MAX_FILES` files."""
     size = held.unnamed_file_bytes
     if held.num_unmeasured_files or size > max_bytes:
         return True
@@ -73,8 +67,7 @@ def exceeds_limit(folder: Path, max_bytes: int, held: HeldResources) -> bool:
 
 
 def read_files(folder: Path, max_bytes: int) -> dict[str, bytes]:
-    """Reads the folder's regular files by relative path; leaves out those that would exceed `max_bytes` bytes in
-    total."""
+    """Reads the folder's regular files by relative path, as far as they fit into `max_bytes` bytes."""
     found: dict[str, bytes] = {}
     try:
         for entry in _walk(folder):

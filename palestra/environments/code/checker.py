@@ -101,13 +101,13 @@ class _Rewriter(ast.NodeTransformer):
     def visit_Compare(self, node: ast.Compare) -> ast.Compare:
         self.generic_visit(node)
         if any(isinstance(sign, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for sign in node.ops):
-            node.left = _call_of("_check_not_nan", node.left)
-            node.comparators = [_call_of("_check_not_nan", value) for value in node.comparators]
+            node.left = _checked_operand(node.left)
+            node.comparators = list(map(_checked_operand, node.comparators))
         return node
 
 
-def _call_of(name: str, argument: ast.expr) -> ast.expr:
-    return ast.Call(ast.Name(name, ast.Load()), [argument], [])
+def _checked_operand(operand: ast.expr) -> ast.expr:
+    return ast.Call(ast.Name("_check_not_nan", ast.Load()), [operand], [])
 
 
 def _check_not_nan(value: Any) -> Any:

@@ -324,8 +324,7 @@ def _grades(wanted: list[int] | None, source: str) -> list[int]:
 
 @cache
 def _load_problems(source: str, split: SplitOrAll, grades: tuple[int, ...]) -> tuple[ProgramProblem, ...]:
-    """Returns the problems of a source in a split; none of one that is generated. Raises ValueError
-    if the file does not exist or has none."""
+    """Returns the problems of a source in a split; () if it is generated. Raises ValueError for none."""
     if source == SYNTHETIC_SOURCE:
         return ()
     path = Path(source)

@@ -15,7 +15,7 @@ import pickletools
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from functools import lru_cache
 from itertools import starmap
 from pathlib import Path
@@ -124,9 +124,7 @@ def _human_eval(row: Row) -> ProgramProblem:
 
 
 def _checks(test: str, entry: str, prompt: str) -> tuple[ProgramKind, tuple[ProgramTest, ...]]:
-    """Returns the tests in HumanEval's function `check`: its assertions, or the whole function if it does more than
-    assert.
-    """
+    """Returns the tests in HumanEval's `check`: its assertions, or all of it if it does more."""
     check = next((node for node in ast.parse(test).body if getattr(node, "name", "") == "check"), None)
     body = check.body if isinstance(check, ast.FunctionDef) else []
     if all(isinstance(node, ast.Assert | ast.Expr) for node in body):
@@ -273,16 +271,11 @@ def _lines(text: str | Sequence[str]) -> str:
 
 def _first_python(solutions: Sequence[str]) -> str | None:
     """Returns the first solution that parses as Python 3 (some are Python 2); None if none does."""
-    return next(_compiling(solutions), None)
-
-
-def _compiling(solutions: Sequence[str]) -> Iterator[str]:
     for source in solutions:
-        try:
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
             ast.parse(source)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
-        yield source
+            return source
+    return None
 
 
 def _unpack_hidden_tests(text: str) -> list[Any]:
@@ -352,8 +345,7 @@ def parse_asserts(
 
 
 def check_names(source: str, known: Set[str | None]) -> None:
-    """Raises InseparableTestsError if code uses a name that it does not define, is not a Python builtin and is not in
-    `known`."""
+    """Raises InseparableTestsError for a name that is not defined in the code, builtin or `known`."""
     tree = ast.parse(source)
     defined = _defined_names(tree) | known
     unknown = {str(name) for name in _used_names(tree) - defined if not hasattr(builtins, str(name))}

@@ -42,9 +42,7 @@ class ProgramProblem:
         return ProgramSpec(answer, kind, self.entry, self.preamble, self.exact)
 
     def kind_for_test(self, case: ProgramTest) -> ProgramKind:
-        """Returns how a case is run: one with an expected value is a function call, even if the hidden tests are
-        assertions.
-        """
+        """Returns how a case is run: with an expected value as a call, also beside assertions."""
         if self.kind == "assertion" and case.expected_output:
             return "function"
         return self.kind

@@ -201,8 +201,7 @@ def _random_list(rng: random.Random, longest: int) -> list[int]:
 
 
 def _told_apart(program: SyntheticProgram, lists: list[list[int]], rng: random.Random) -> list[list[int]]:
-    """Returns the lists, with one more for each chain that lacks one part of `program` and has the same results on all
-    of them, though not on every list."""
+    """Returns the lists, with one more for each shorter chain that has the same results on all of them."""
     for field in fields(program):
         lacking = replace(program, **{field.name: None})
         if lacking.active_steps != program.active_steps and all(lacking.run(xs) == program.run(xs) for xs in lists):

@@ -13,7 +13,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -62,8 +62,8 @@ class ProgramSpec:
 
 @dataclass(frozen=True)
 class ProgramTestResult:
-    """The result of one test. `ok`: the program returned a result; `passed`: it is the expected one. `output` is the
-    start of the output, of the value in Python notation, or of the error.
+    """The result of one test. `completed`: the program returned a result; `passed`: it is the expected one. `output` is
+    the start of the output, of the value in Python notation, or of the error.
     """
 
     completed: bool
@@ -73,9 +73,7 @@ class ProgramTestResult:
 
 @dataclass(frozen=True)
 class ProgramTestResults:
-    """The results of tests, in order. `compile_error` is the error if the program does not compile. `asked` are calls
-    by assertions whose results are not known yet.
-    """
+    """The results of tests, in order. `requested_calls` are calls by assertions with unknown results."""
 
     results: tuple[ProgramTestResult, ...]
     compile_error: str | None = None
@@ -104,13 +102,10 @@ class ProgramTestRunner:
 
         Raises ValueError if an assertion is broken or tests nothing, independent of the program.
         """
-
-        async def make() -> ProgramTestResults:
-            if code.kind == "assertion":
-                return await self._run_assertions(code, cases, limits)
-            return await self._run(code, cases, limits)
-
-        return await self._once((code, cases, limits), make)
+        run = self._run
+        if code.kind == "assertion":
+            run = self._run_assertions
+        return await self._once((code, cases, limits), partial(run, code, cases, limits))
 
     async def _once(
         self, what: tuple[object, ...], make: Callable[[], Awaitable[ProgramTestResults]]
@@ -141,9 +136,8 @@ class ProgramTestRunner:
             for i, case in enumerate(cases)
         }
         outcome = await self._run_harness(code, tuple(case.input_text for case in cases), limits, most)
-        return await asyncio.to_thread(
-            _build_results, outcome, code, cases, most
-        )  # comparing hundreds of long texts would block the event loop
+        # comparing hundreds of long texts would block the event loop
+        return await asyncio.to_thread(_build_results, outcome, code, cases, most)
 
     async def _run_harness(
         self, code: ProgramSpec, givens: tuple[str, ...], limits: ResourceLimits, most: Mapping[str, int]
@@ -159,10 +153,8 @@ class ProgramTestRunner:
     async def _run_assertions(
         self, code: ProgramSpec, cases: tuple[ProgramTest, ...], limits: ResourceLimits
     ) -> ProgramTestResults:
-        """Runs assertions in one sandbox and the calls that they make in others, so that the program can affect an
-        assertion only by its return values.
-        """
-        asking = await self._once(("asking", code.preamble, code.entry, cases), lambda: self._find_calls(code, cases))
+        """Runs assertions apart from the calls that they make, which affect them by return values only."""
+        asking = await self._once(("asking", code.preamble, code.entry, cases), partial(self._find_calls, code, cases))
         answers: dict[str, tuple[bool, str]] = {}
         for _ in range(MAX_CALL_ROUNDS):
             most = {

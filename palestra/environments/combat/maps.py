@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -96,20 +98,12 @@ class StartParams(NamedTuple):
 
 def _army(text: str) -> list[str]:
     """Returns the unit types of an army such as "2s3z", one letter per unit."""
-    kinds: list[str] = []
-    count = ""
-    for letter in text:
-        if letter.isdigit():
-            count += letter
-        else:
-            kinds = kinds + [letter] * int(count)
-            count = ""
-    return kinds
+    groups = re.findall(r"([0-9]+)([a-z])", text)
+    return list(chain.from_iterable(letter * int(count) for count, letter in groups))
 
 
 def _columns(size: int, front: float, back: float) -> list[tuple[float, float]]:
-    """Returns the starting places (x, y) of an army: columns of up to nine units, one apart, the first column in
-    front."""
+    """Returns the starting places (x, y) of an army: columns of up to nine units, one apart."""
     places = []
     for i in range(size):
         column, row = divmod(i, 9)

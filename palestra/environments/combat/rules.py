@@ -69,13 +69,6 @@ def _distance(units: np.ndarray, b: int, u: int, v: int) -> float:
     return math.sqrt(_squared_distance(units, b, u, v))
 
 
-@jit
-def _begin_game(g: CombatArrays, rules: CombatParams, start: StartParams, b: int) -> None:
-    begin_battle(g, start, rules.stats_KF, rules.allies, b)
-    g.target[b], g.last[b], g.facing[b] = -1, -1, EAST
-    g.steps[b] = 0
-
-
 @jit  # these three are called only with a cone, and slow every step down if they are inlined
 def _in_cone(units: np.ndarray, b: int, n: int, v: int, facing: int) -> bool:
     """True if unit v is within 45 degrees of the direction of the move `facing` from ally n."""
@@ -120,8 +113,7 @@ def _write_action_mask(action_mask: np.ndarray, units: np.ndarray, b: int, n: in
 def _write_body(
     row: np.ndarray, at: int, shield: float, stats_KF: np.ndarray, kind: int, shields: bool, bits: int
 ) -> None:
-    """Writes the share of its shield that a unit has left (if its side has shields) and the unit-type bits from index
-    `at` on."""
+    """Writes the share of its shield that is left (if its side has any) and its type bits, from `at` on."""
     if shields:
         full = stats_KF[kind, FULL_SHIELD]
         row[at] = shield / full if full else 0.0
@@ -138,8 +130,7 @@ def _write_facing(row: np.ndarray, at: int, facing: int) -> None:
 
 @jit_inline
 def _write_observations(g: CombatArrays, rules: CombatParams, b: int) -> None:
-    """Writes the observations: possible moves of the unit, each enemy in sight, each other ally in sight, the unit
-    itself; zeros for dead units."""
+    """Writes the observations: moves, enemies and other allies in sight, the unit; zeros for dead units."""
     units = g.units
     action_mask = g.action_mask
     types = g.types
@@ -221,8 +212,7 @@ def _write(g: CombatArrays, rules: CombatParams, b: int) -> None:
 
 @jit
 def _engage(units: np.ndarray, b: int, u: int, v: int, reach: float, speed: float, walk_U2: np.ndarray) -> int:
-    """Lets unit u attack v: it walks until v is in range. Returns the target of its shot, -1 if it does not shoot in
-    this step."""
+    """Lets unit u attack v, or walk until v is in range. Returns the target of its shot, -1: none."""
     far = _distance(units, b, u, v)
     if far <= reach:
         return v if units[b, u, COOLDOWN] < LOOPS_PER_STEP else -1
@@ -295,8 +285,7 @@ def _hit(units: np.ndarray, b: int, v: int, damage: float, armour: float) -> flo
 
 @jit_inline
 def _shoot(g: CombatArrays, rules: CombatParams, b: int, shot_U: np.ndarray) -> float:
-    """Applies all shots of a step, also of units that die in it. Returns the damage to enemies plus `KILL_REWARD` for
-    each kill."""
+    """Applies all shots of a step, also of units that die in it. Returns what the allies' shots earn."""
     units = g.units.shape[1]
     types = g.types
     earned = 0.0
@@ -333,7 +322,9 @@ def _alive(units: np.ndarray, b: int, start: int, stop: int) -> bool:
 
 @jit
 def _restart(g: CombatArrays, rules: CombatParams, start: StartParams, b: int) -> None:
-    _begin_game(g, rules, start, b)
+    begin_battle(g, start, rules.stats_KF, rules.allies, b)
+    g.target[b], g.last[b], g.facing[b] = -1, -1, EAST
+    g.steps[b] = 0
     _write(g, rules, b)
 
 
@@ -372,8 +363,7 @@ def step_all(g: CombatArrays, rules: CombatParams, start: StartParams, actions: 
 
 @jit
 def _weakest(g: CombatArrays, rules: CombatParams, b: int, n: int, left_U: np.ndarray) -> int:
-    """Returns the attackable enemy with the least remaining health; enemies that will die anyway come last. -1 if there
-    is none."""
+    """Returns the attackable enemy with the least health left, those that die anyway last; -1: none."""
     weakest = -1
     least = np.inf
     for v in range(rules.allies, g.units.shape[1]):

@@ -22,8 +22,7 @@ LANE = 2.0  # distance that `reflect` and `surround` keep between the sides
 
 @jit
 def _draw_types(g: Any, share_K: np.ndarray, allies: int, b: int) -> None:
-    """Draws a type for every ally; the enemies have the same types in the same order, and those beyond the allies draw
-    their own."""
+    """Draws a type for every ally; enemies have the same in order, those beyond the allies their own."""
     for u in range(g.types.shape[1]):
         if allies <= u < 2 * allies:
             g.types[b, u] = g.types[b, u - allies]
@@ -37,8 +36,7 @@ def _draw_types(g: Any, share_K: np.ndarray, allies: int, b: int) -> None:
 
 @jit
 def _reflect(g: Any, allies: int, b: int) -> None:
-    """Places allies anywhere in the left half, enemies at their mirror images; those beyond the allies anywhere in the
-    right half."""
+    """Places allies in the left half, enemies at their mirror images; those beyond the allies anywhere."""
     for u in range(g.units.shape[1]):
         if allies <= u < 2 * allies:
             g.units[b, u, X] = FIELD_SIZE - g.units[b, u - allies, X]
@@ -51,8 +49,7 @@ def _reflect(g: Any, allies: int, b: int) -> None:
 
 @jit
 def _surround(g: Any, allies: int, b: int) -> None:
-    """Places allies in the middle and enemies in one to four groups, each anywhere on another of the four diagonals
-    between a corner and the middle."""
+    """Places allies in the middle, enemies in one to four groups, each on another half diagonal."""
     rng = g.rng[b]
     groups = 1 + random_below(rng, 4)
     corners = np.arange(4)

@@ -105,7 +105,7 @@ class Argument:
     `supporting_ids`: ids of the side's own facts that it cites. `rebutted_ids`: ids of the other side's facts that it
     argues against. `false_ids`: ids cited as support that belong to the other side or to no fact. `stance`: the side
     its conclusion supports, None if it states none. `read_share`, in (0, 1]: share of the text that was read, below 1
-    for an answer over the word limit. `claim`, `reason`, `conclusion`: whether the answer has that part.
+    for an answer over the word limit.
     """
 
     side: Side

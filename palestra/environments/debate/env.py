@@ -137,13 +137,10 @@ class Debate(Env):
 
     def _first_step(self, invalid: dict[Seat, bool]) -> Step:
         """Returns a step before anything is said."""
-        legal = None
-        if self._commits_next():
-            legal = {"judge": [self._verdict_text(side) for side in SIDES]}
         info: dict[str, Any] = {"round": 1}
         if invalid:
             info["invalid"] = invalid
-        return Step(self._observations(), legal_actions=legal, info=info)
+        return Step(self._observations(), legal_actions=self._legal_actions(), info=info)
 
     def step(self, actions: dict[Seat, Any]) -> Step:
         acting = self._acting()
@@ -216,6 +213,11 @@ class Debate(Env):
             return full_judge_observation(self.topic, self.speeches)
         return full_observation(self.topic, SIDES[SIDES.index(seat)], self.speeches, current, self.rounds)
 
+    def _legal_actions(self) -> dict[Seat, list[Any]] | None:
+        if self._acting() != ("judge",):
+            return None
+        return {"judge": [self._verdict_text(side) for side in SIDES]}
+
     def _verdict_text(self, side: Side) -> str:
         return mark_answer(side, is_compact=self.rendering == "compact")
 
@@ -228,14 +230,10 @@ class Debate(Env):
             "invalid": {s.side: not s.argument.is_readable for s in new},
             "parts": {s.side: s.parts.to_info() for s in new},
         }
-        acting = self._acting()
-        if not acting:
+        if not self._acting():
             return self._end(self._by_rules(), terms, info)
-        legal = None
-        if acting == ("judge",):
-            legal = {"judge": [self._verdict_text(side) for side in SIDES]}
         info |= terms_info(terms)
-        return Step(self._observations(), total_rewards(terms), legal_actions=legal, info=info)
+        return Step(self._observations(), total_rewards(terms), legal_actions=self._legal_actions(), info=info)
 
     def _dense_terms(self, new: tuple[Speech, ...]) -> dict[Seat, Terms]:
         """Returns the terms of the dense rewards of the new speeches; none with `reward: outcome`."""

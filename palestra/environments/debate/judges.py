@@ -7,8 +7,9 @@ since each fact counts once. Length earns nothing: text over the limit, repetiti
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from itertools import chain
 from typing import Any, Literal, Self
 
@@ -43,8 +44,7 @@ class ScoreWeights(StrictModel):
         return self
 
     def weighted_terms(self, structure: float, evidence: float, rebuttal: float, repetition: float) -> dict[str, float]:
-        """Returns the terms of a score in [0, 1], by the names of its parts, which are in [0, 1]. Repetition subtracts
-        no more than the others add."""
+        """Returns the terms of a score in [0, 1] by part. Repetition subtracts at most what the others add."""
         total = self.structure + self.evidence + self.rebuttal
         earned = {
             "structure": self.structure * structure / total,
@@ -74,9 +74,7 @@ class ScoreParts:
         return {name: round(value, 6) for name, value in asdict(self).items()}
 
     def __add__(self, other: ScoreParts) -> ScoreParts:
-        ours = asdict(self)
-        theirs = asdict(other)
-        return ScoreParts(**{name: ours[name] + theirs[name] for name in ours})
+        return ScoreParts(*map(operator.add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True)

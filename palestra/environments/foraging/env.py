@@ -111,8 +111,7 @@ class Foraging(NativeEnv):
         self._board = self.build_table(ForagingArrays)
 
     def render(self, game: int) -> np.ndarray:
-        """Draws the agents as discs in the colours of their seats and food as green squares, the larger the higher
-        their level."""
+        """Draws agents as discs and food as green squares, the larger the higher their level."""
         size = self.params.size
         highest = max(self.params.max_agent_level, self.params.food_level_scale, 1)
         canvas = Canvas(0, size)

@@ -206,8 +206,7 @@ def _write_observation(row: np.ndarray, agents: np.ndarray, food: np.ndarray, b:
 def _write_action_mask(
     action_mask: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int, n: int, size: int
 ) -> None:
-    """Writes the action mask of seat n: agents cannot leave the board or walk onto food, and can load only beside
-    food."""
+    """Writes the action mask of seat n: on the board, not onto food; loading only beside food."""
     y = agents[b, n, ROW]
     x = agents[b, n, COLUMN]
     load = False
@@ -252,8 +251,7 @@ def _write(g: ForagingArrays, rules: ForagingParams, b: int) -> None:
 
 @jit
 def _move(agents: np.ndarray, b: int, chosen_N: np.ndarray, to_N2: np.ndarray) -> None:
-    """Moves all agents at once. If several agents want the same cell (an agent that stays wants its own), none of them
-    moves."""
+    """Moves all agents at once; of several that want a cell (who stays wants its own) none moves."""
     N = agents.shape[1]
     for n in range(N):
         action = chosen_N[n]
@@ -275,8 +273,7 @@ def _beside(agents: np.ndarray, food: np.ndarray, b: int, n: int, f: int) -> boo
 
 @jit
 def _load(g: ForagingArrays, rules: ForagingParams, b: int, chosen_N: np.ndarray) -> int:
-    """Writes the rewards of loading and returns how much food is left. No agent is beside two foods: foods lie
-    apart."""
+    """Writes the rewards of loading and returns how much food is left. No agent is beside two foods."""
     agents = g.agents.shape[1]
     left = 0
     for f in range(g.food.shape[1]):

@@ -74,7 +74,7 @@ class DescribeGuess(Env):
         self.split = split
         self.roles = dict(ROLES)
         worked = [list_choices(thing, choices, random.Random(thing)) for thing in [*DESCRIPTIONS][:shots]]
-        self.examples = {seat: example_turns(seat, worked) for seat in self.seats}
+        self.examples = {seat: [worked_exchange(seat, instance) for instance in worked] for seat in self.seats}
         self._next: Seat | None = None
 
     def instance_of(self, seed: int) -> str:
@@ -180,11 +180,7 @@ def worked_reply(seat: Seat, thing: str) -> str:
     return DESCRIPTIONS.get(thing, f"a kind of {kinds_of_nouns()[thing]}")
 
 
-def example_turns(seat: Seat, instances: Sequence[Instance]) -> list[dict[str, str]]:
-    """Returns instances with right descriptions and names as turns of a conversation."""
-    turns = []
-    for instance in instances:
-        asked = seat_question(seat, instance, worked_reply(DESCRIBER, instance.thing))
-        turns.append({"role": "user", "content": asked})
-        turns.append({"role": "assistant", "content": worked_reply(seat, instance.thing)})
-    return turns
+def worked_exchange(seat: Seat, instance: Instance) -> tuple[str, str]:
+    """Returns what a seat is asked after a right description, and its right reply."""
+    asked = seat_question(seat, instance, worked_reply(DESCRIBER, instance.thing))
+    return asked, worked_reply(seat, instance.thing)

@@ -51,6 +51,7 @@ class GuessingGame(Env):
     replaces_state = True
     asker: ClassVar[Seat]
     compact_name: ClassVar[str]  # the game's name in compact role prompts
+    valid_answers: ClassVar[tuple[str, str]]  # of the answerer
     question_noun: ClassVar[str] = "Questions"
 
     def __init__(
@@ -103,10 +104,6 @@ class GuessingGame(Env):
     def quote_question(self, asked: Any) -> str:
         """Returns the question as quoted in the full rendering."""
         return self.format_question(asked)
-
-    @abstractmethod
-    def valid_answers(self) -> tuple[str, str]:
-        """Returns the two valid answers of the answerer."""
 
     @abstractmethod
     def compact_context(self, seat: Seat) -> str:
@@ -178,7 +175,7 @@ class GuessingGame(Env):
         asked = self.pending_question
         reply = " ".join(answer_words(answer))
         truth = self.true_answer(self.secret, asked)
-        readable = reply in self.valid_answers()
+        readable = reply in self.valid_answers
         lied = readable and reply != truth
         shown = truth
         if lied and not self.corrected:
@@ -231,6 +228,7 @@ class GuessNumber(GuessingGame):
     name: ClassVar[str] = "guess_number"
     asker = "guesser"
     compact_name = "number"
+    valid_answers = ("higher", "lower")
     question_noun = "Guesses"
 
     def __init__(
@@ -281,9 +279,6 @@ class GuessNumber(GuessingGame):
 
     def format_question(self, asked: Any) -> str:
         return str(asked)
-
-    def valid_answers(self) -> tuple[str, str]:
-        return "higher", "lower"
 
     def compact_context(self, seat: Seat) -> str:
         if seat == "answerer":

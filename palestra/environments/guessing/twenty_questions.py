@@ -70,6 +70,7 @@ class TwentyQuestions(GuessingGame):
     name: ClassVar[str] = "twenty_questions"
     asker = "asker"
     compact_name = "things"
+    valid_answers = ("yes", "no")
 
     def __init__(
         self,
@@ -131,9 +132,6 @@ class TwentyQuestions(GuessingGame):
 
     def quote_question(self, asked: AttributeQuestion) -> str:
         return f"Is it the {asked.word}?" if asked.is_guess else self.table.attributes[asked.word]
-
-    def valid_answers(self) -> tuple[str, str]:
-        return "yes", "no"
 
     def compact_context(self, seat: Seat) -> str:
         if seat == self.asker:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from palestra.environments.math.plain_numbers import PlainNumber, normalize_latex, numbers_equal, parse_plain_number
+from palestra.environments.math.plain_numbers import PlainNumber, normalize_latex, parse_plain_number
 
 MAX_ANSWER_CHARS = 1000  # characters of an answer; a longer one is unreadable
 
@@ -98,11 +98,6 @@ def parse_relation(text: str) -> tuple[str, str, PlainNumber] | None:
     if not match[1]:
         order = _FLIPPED[order]
     return letter, order, bound
-
-
-def relations_equal(one: tuple[str, str, PlainNumber], other: tuple[str, str, PlainNumber]) -> bool:
-    """True if two plain relations are the same answer."""
-    return one[:2] == other[:2] and numbers_equal(one[2], other[2])
 
 
 def answers_equal_text(one: str, other: str) -> bool:

@@ -43,8 +43,7 @@ def kinds_equal(answer: str, gold: str) -> bool | None:
 
 
 def is_words(text: str) -> bool:
-    """True for an answer in words: one has at least three letters, is not the name of an operator, and does not look
-    like a product of variables (`abc`, `xyz`)."""
+    """True for an answer in words: one with three letters, no operator's name, no product (`xyz`)."""
     if not _WORDS.fullmatch(text):
         return False
     return text.lower() in ("no", "yes") or any(map(_is_word, re.findall(r"[A-Za-z]+", text)))

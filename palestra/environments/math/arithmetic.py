@@ -98,9 +98,7 @@ def _only_adds(tree: ExpressionTree) -> bool:
 
 
 def _fits(tree: ExpressionTree, difficulty: int) -> bool:
-    """True if the result is acceptable: not negative at difficulty 1 and 2; otherwise at most `MAX_RESULTS`, with a
-    denominator of at most 1,000.
-    """
+    """True if the result is not negative (difficulty 1, 2), or within bounds, as is its denominator."""
     worth = evaluate_tree(tree)
     if difficulty <= 2:
         return worth >= 0

@@ -26,7 +26,6 @@ from palestra.sandbox.seccomp import (
     instruction,
 )
 
-GRADER_MODULE = "palestra.environments.math.grader_process"
 JUMP_IF_ANY_BIT = 0x45  # BPF_JMP | BPF_JSET: jump if any bit of the mask is set
 THIRD_ARGUMENT_OFFSET = 32  # offset of the third argument in seccomp_data
 WRITE_FLAGS = (

@@ -81,7 +81,7 @@ class Math(Env):
         self.judge_seconds = grader_time_limit_s
         self.reward = reward
         self.is_compact = rendering == "compact"
-        self.source = ProblemSource(kinds, difficulty, path, columns, reasoning, split)
+        self.source = ProblemSource(kinds, difficulty, split, path, columns, reasoning)
         self.roles = role_prompts(self.seats, self.turns, tool_time_limit_s, self._form(), self.is_compact)
         if reasoning is None and not (self.source.is_generated and self.is_compact):
             require_package("math")

@@ -75,9 +75,7 @@ def _sides(rng: random.Random, difficulty: int) -> tuple[EquationSide, EquationS
 
 
 def _draw_sides(rng: random.Random, difficulty: int) -> tuple[EquationSide, EquationSide]:
-    """Draws two sides. Up to difficulty 3 the right side's constant is chosen so that the solution is an integer; at 4
-    the solution is arbitrary.
-    """
+    """Draws two sides. Up to difficulty 3 the right one's constant makes the solution an integer."""
     if difficulty == 1:
         x = rng.randint(1, 40)
         left: EquationSide = rng.choice(((1, 0, _number(rng, 50)), (rng.randint(2, 12), 0, 0)))

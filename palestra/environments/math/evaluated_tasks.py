@@ -65,14 +65,12 @@ def score_n_queens(answer: str, entry: ReasoningEntry) -> AnswerGrade:
 
 
 def score_countdown(answer: str, entry: ReasoningEntry) -> AnswerGrade:
-    """Scores countdown: 1 for a formula of exactly the given numbers that equals the target; 0.05 for any other
-    formula.
-    """
+    """Scores countdown: 1 for a formula of exactly the numbers with the target's value; 0.05 for others."""
     return _compare_formula(answer, entry["metadata"]["numbers"], entry["metadata"]["target"], 0.05)
 
 
 def score_puzzle24(answer: str, entry: ReasoningEntry) -> AnswerGrade:
-    """Scores puzzle24: 1 for a formula of exactly the four given numbers that equals 24; 0.01 for any other formula."""
+    """Scores puzzle24: 1 for a formula of exactly the four numbers that equals 24; 0.01 for others."""
     return _compare_formula(answer, entry["metadata"]["numbers"], 24, 0.01)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import reduce
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -245,19 +246,14 @@ def _is_open_root(base: Any, exponent: Any, is_under: bool) -> bool:
 
 def total(forms: Iterable[Form]) -> Form:
     """Returns the sum of forms."""
-    form_sum = Form()
-    for form in forms:
-        form_sum = form_sum.plus(form)
-    return form_sum
+    return reduce(Form.plus, forms, Form())
 
 
 # ---- values
 
 
 def is_near(gold: Any, answer: Any, tolerance: float) -> bool | None:
-    """Returns True if two constants, at least one of them a decimal, differ by at most `tolerance` of the right one;
-    None for anything else.
-    """
+    """Returns whether two constants, one of them a decimal, are within a relative `tolerance`; else None."""
     constants = isinstance(gold, Expr) and isinstance(answer, Expr) and not (gold.free_symbols | answer.free_symbols)
     if not constants or not (gold.has(Float) or answer.has(Float)):
         return None

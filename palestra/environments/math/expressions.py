@@ -69,9 +69,7 @@ def canonical_form(tree: ExpressionTree) -> str:
 
 
 def to_python(tree: ExpressionTree) -> str:
-    """Returns a tree as a Python expression of the same value: with // if no division leaves a remainder, otherwise
-    with `Fraction`.
-    """
+    """Returns a tree as a Python expression of the same value: with //, or with `Fraction` if need be."""
     if divides_evenly(tree):
         return _infix(tree, {"+": "+", "-": "-", "*": "*", "/": "//", "^": "**"})
     return _infix(tree, {"+": "+", "-": "-", "*": "*", "/": "/", "^": "**"}, leaf="Fraction({})")

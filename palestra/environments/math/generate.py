@@ -55,9 +55,7 @@ def _step(rng: random.Random, now: int) -> tuple[str, int]:
 
 
 def _definitions(rng: random.Random, steps: int) -> Problem:
-    """Draws definitions: Let a = 12, b = 2 * a + 5, c = 3 * b - a. What is c? Each uses the one before it, so none is
-    unused.
-    """
+    """Draws definitions: Let a = 12, b = 2 * a + 5. What is b? Each uses the one before it."""
     trees: list[ExpressionTree] = [rng.randint(2, 12)]
     lines = [f"a = {trees[0]}"]
     for step, name in enumerate(VARIABLE_NAMES[1 : steps + 1]):
@@ -102,9 +100,7 @@ _MADE = re.compile(r"(\w+) = (.+)")
 
 
 def word_problem(rng: random.Random, difficulty: int) -> Problem:
-    """Draws a word problem of this difficulty. Names and things are not part of its key: problems that differ only in
-    them belong to the same split.
-    """
+    """Draws a word problem of this difficulty. Its key, and so its split, has no names and things."""
     story = rng.choice([story for story in WORD_TEMPLATES if story.difficulty == difficulty])
     return fill_template(story, draw_numbers(story, rng), rng)
 

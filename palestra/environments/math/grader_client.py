@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from palestra.environments.math import confinement
-from palestra.environments.math.grader_process import GraderKind, GraderOutcome
+from palestra.environments.math.grader_process import GraderKind, GraderOutcome, prepare_grading
 from palestra.sandbox.base import CALL, SandboxError
 from palestra.sandbox.client import fork_server
 
@@ -29,7 +28,7 @@ class GraderResult(NamedTuple):
 
 async def grade(kind: GraderKind, request: Mapping[str, Any], cpu_limit_s: float) -> GraderResult:
     """Returns the result of grading `request`. Raises ValueError if the package of `kind` is missing."""
-    call = {"call": f"{confinement.GRADER_MODULE}:prepare_grading", "kind": kind, "seconds": cpu_limit_s}
+    call = {"call": f"{prepare_grading.__module__}:{prepare_grading.__name__}", "kind": kind, "seconds": cpu_limit_s}
     line = json.dumps({**request, **call}).encode() + b"\n"
     for _ in range(MAX_ATTEMPTS):
         reply = await _ask(line)

@@ -48,9 +48,8 @@ Request = dict[str, Any]
 
 
 class Grader(NamedTuple):
-    """`judge` returns a score in [0, 1], or None for an unreadable answer. `prepare` runs in the server, once for each
-    request: children inherit what it caches.
-    """
+    """`grade` returns a score in [0, 1], None for an unreadable answer. `prepare` runs in the server, once for each
+    request: children inherit what it caches."""
 
     grade: Callable[[Request], float | None]
     prepare: Callable[[Request], object]
@@ -131,8 +130,7 @@ def import_reasoning_gym() -> Any:
 
 
 def prepare_grading(request: Request) -> Callable[[socket.socket], None]:
-    """Prepares a request in the fork server, whose caches its children inherit; returns what the child does: grade and
-    reply."""
+    """Prepares a request in the fork server and returns what the child does: grade and reply."""
     try:
         grader = _load_grader(request["kind"])
     except ImportError as error:
@@ -166,8 +164,7 @@ def _grade(grader: Grader, request: Request, server: int, requester: socket.sock
 def grade_in_child(
     grader: Grader, request: Request, rules: bytes, requester: socket.socket
 ) -> tuple[GraderOutcome, float]:
-    """Returns how the grading of a request ended in a confined child, and the score. Kills the child if the requester
-    disconnects."""
+    """Returns how grading ended in a confined child, and the score. Kills it if the requester is gone."""
     report, end = os.pipe()
     parent = os.getpid()
     child = os.fork()

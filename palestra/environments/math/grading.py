@@ -11,7 +11,6 @@ from palestra.environments.math.answer_extraction import (
     answers_equal_text,
     parse_number,
     parse_relation,
-    relations_equal,
     strip_markup,
 )
 from palestra.environments.math.answer_kinds import kinds_equal
@@ -75,8 +74,10 @@ def grade_directly(answer: str | None, gold: str, *, question: str = "") -> Answ
         is_equal = numbers_equal(number, wanted, asks_percent=asks_percent)
         return AnswerGrade(float(number.is_lowest_terms and is_equal))
     if (said_relation := parse_relation(answer)) and (wanted_relation := parse_relation(gold)):
-        is_lowest = said_relation[2].is_lowest_terms
-        return AnswerGrade(float(is_lowest and relations_equal(said_relation, wanted_relation)))
+        *said_order, number = said_relation
+        *wanted_order, bound = wanted_relation
+        is_equal = said_order == wanted_order and numbers_equal(number, bound)
+        return AnswerGrade(float(number.is_lowest_terms and is_equal))
     if (is_same := kinds_equal(strip_markup(answer), strip_markup(gold))) is not None:
         return AnswerGrade(float(is_same))
     tokens = final_form.tokenize_answer(strip_markup(answer))

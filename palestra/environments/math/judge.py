@@ -69,10 +69,10 @@ class MathJudge(Env):
         self.is_compact = rendering == "compact"
         self.roles = role_prompts(commits_first, self.is_compact)
         kinds = ["sum"] if kinds is None else kinds
-        self.source = ProblemSource(kinds, difficulty, None, None, None, split)
-        examples = ProblemSource(kinds, difficulty, None, None, None, "base")
+        self.source = ProblemSource(kinds, difficulty, split)
+        examples = ProblemSource(kinds, difficulty, "base")
         worked = [examples.problem(seed) for seed in range(shots)]
-        self.examples = {seat: self._example_turns(seat, worked) for seat in self.seats}
+        self.examples = {seat: self._worked_exchanges(seat, worked) for seat in self.seats}
         self.replies = ("",) * len(self.turns)
 
     def reset(self, seed: int) -> Step:
@@ -118,8 +118,8 @@ class MathJudge(Env):
             return f"{problem.short_question} said {quote}"
         return VERDICT_QUESTION.format(problem.question, quote)
 
-    def _example_turns(self, seat: Seat, problems: Sequence[Problem]) -> list[dict[str, str]]:
-        """Returns problems with right replies as turns of a conversation; every second proposal to a judge is wrong."""
+    def _worked_exchanges(self, seat: Seat, problems: Sequence[Problem]) -> list[tuple[str, str]]:
+        """Returns what a seat is asked and right replies; every second proposal to a judge is wrong."""
         exchanges = []
         for number, problem in enumerate(problems):
             right = worked_answer(problem, problem.answer)
@@ -130,10 +130,7 @@ class MathJudge(Env):
                 if number % 2:
                     proposal = worked_answer(problem, wrong_result(problem, number))
                 exchanges.append((self._verdict_question(problem, proposal), VERDICTS[number % 2]))
-        turns = []
-        for asked, reply in exchanges:
-            turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": reply}]
-        return turns
+        return exchanges
 
     def _end(self) -> Step:
         *before, reply, verdict = self.replies

@@ -267,8 +267,7 @@ def _is_unit(text: str) -> bool:
 
 
 def _is_product(match: re.Match[str]) -> bool:
-    """True if the letters after a number are variables: two letters, or three directly behind the digits, unless they
-    are a common unit."""
+    """True for variables after a number: two letters, or three behind the digits, but no common unit."""
     letters = _WORD.match(match["unit"])
     if letters is None:
         return False

@@ -102,10 +102,10 @@ class ProblemSource:
 
     kinds: Sequence[ProblemKind] | None
     difficulty: int | Sequence[int] | None
-    path: Path | None
-    columns: Mapping[str, str] | None
-    reasoning: Sequence[str] | None
     split: Split | Literal["all"]
+    path: Path | None = None
+    columns: Mapping[str, str] | None = None
+    reasoning: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         ours = self.kinds is not None or self.difficulty is not None
@@ -118,7 +118,16 @@ class ProblemSource:
             raise ValueError("columns: names columns of a file: give its path too")
         if self.split == "all" and self.path is None:
             raise ValueError("split: all uses a file whole: give its path, or one of the splits base, train, dev, test")
-        self._check()
+        if self.path is not None:
+            load_problems(self.path, self.columns, self.split)
+        if self.reasoning is not None:
+            check_tasks(self.reasoning)
+        if unknown := [kind for kind in self._kinds if kind not in PROBLEM_GENERATORS]:
+            raise ValueError(f"kinds: there is no kind {unknown[0]}; there are {', '.join(PROBLEM_GENERATORS)}")
+        if not self._kinds:
+            raise ValueError(f"kinds: names none; give at least one of {', '.join(PROBLEM_GENERATORS)}")
+        if not self._levels or any(level not in DIFFICULTIES for level in self._levels):
+            raise ValueError(f"difficulty: {self.difficulty} is not one or several of 1 to 5")
 
     @property
     def is_generated(self) -> bool:
@@ -142,18 +151,6 @@ class ProblemSource:
         if self.reasoning is not None:
             return reasoning_problem(seed, tuple(self.reasoning), self.split)
         return generate_problem(seed, self._kinds, self._levels, self.split)
-
-    def _check(self) -> None:
-        if self.path is not None:
-            load_problems(self.path, self.columns, self.split)
-        if self.reasoning is not None:
-            check_tasks(self.reasoning)
-        if unknown := [kind for kind in self._kinds if kind not in PROBLEM_GENERATORS]:
-            raise ValueError(f"kinds: there is no kind {unknown[0]}; there are {', '.join(PROBLEM_GENERATORS)}")
-        if not self._kinds:
-            raise ValueError(f"kinds: names none; give at least one of {', '.join(PROBLEM_GENERATORS)}")
-        if not self._levels or any(level not in DIFFICULTIES for level in self._levels):
-            raise ValueError(f"difficulty: {self.difficulty} is not one or several of 1 to 5")
 
     @property
     def _kinds(self) -> tuple[ProblemKind, ...]:

@@ -158,7 +158,7 @@ class MathRelay(Env):
             known = f"with + or - for each of {parts} parts and at most two more - than +"
             raise ValueError(f'signs: "{unknown[0]}" is none: write them as "{"+" * parts}", {known}')
         worked = [relay_story(seed, limit, "base", self.signs) for seed in range(shots)]
-        self.examples = [self._example_turns(turn, worked) for turn in range(len(self.turns))]
+        self.examples = [self._worked_exchanges(turn, worked) for turn in range(len(self.turns))]
         self._turn = len(self.turns)
 
     def reset(self, seed: int) -> Step:
@@ -227,14 +227,10 @@ class MathRelay(Env):
             return ", ".join(story.calculations)
         return story.calculations[turn]
 
-    def _example_turns(self, turn: int, stories: Sequence[RelayStory]) -> list[dict[str, str]]:
-        """Returns stories with right messages and answers as turns of a conversation."""
-        turns = []
-        for story in stories:
-            question = self._question(turn, story, story.calculations[:turn])
-            turns.append({"role": "user", "content": question})
-            turns.append({"role": "assistant", "content": self._worked_reply(turn, story)})
-        return turns
+    def _worked_exchanges(self, turn: int, stories: Sequence[RelayStory]) -> list[tuple[str, str]]:
+        """Returns what is asked in a turn after right messages, and the right reply, for each story."""
+        asked = [self._question(turn, story, story.calculations[:turn]) for story in stories]
+        return list(zip(asked, [self._worked_reply(turn, story) for story in stories], strict=True))
 
 
 def all_signs(parts: int) -> tuple[str, ...]:

@@ -66,10 +66,10 @@ class MathReview(Env):
         self.roles = {seat: ROLES[seat] for seat in SEATS[team]}
         self.reward = reward
         kinds = ["sum"] if kinds is None else kinds
-        self.source = ProblemSource(kinds, difficulty, None, None, None, split)
-        examples = ProblemSource(kinds, difficulty, None, None, None, "base")
+        self.source = ProblemSource(kinds, difficulty, split)
+        examples = ProblemSource(kinds, difficulty, "base")
         worked = [examples.problem(seed) for seed in range(shots)]
-        self.examples = {seat: example_turns(seat, worked) for seat in self.seats}
+        self.examples = {seat: worked_exchanges(seat, worked) for seat in self.seats}
         self._next: Seat | None = None
 
     def reset(self, seed: int) -> Step:
@@ -109,8 +109,7 @@ class MathReview(Env):
 def replies_info(
     replies: Mapping[Seat, str], grades: Mapping[Seat, AnswerGrade], success: bool, gold: str, *, is_last: bool
 ) -> dict[str, Any]:
-    """Returns the info of a step: its turn, success, and by seat the answers and which replies have
-    none; of the last step also the final answer, and the right one, `gold`."""
+    """Returns the info of a step; of the last one also the final answer, and the right one, `gold`."""
     answers = {seat: last_number(reply) for seat, reply in replies.items()}
     info: dict[str, Any] = {"turn": len(replies), "success": success, "answers": answers}
     info["invalid"] = {seat: not grade.is_readable for seat, grade in grades.items()}
@@ -141,16 +140,15 @@ def worked_answer(problem: Problem, result: str) -> str:
     return f"{_OPERATOR.sub(lambda found: f' {found[1][0]} ', calculation)} = {result}"
 
 
-def example_turns(seat: Seat, problems: list[Problem]) -> list[dict[str, str]]:
-    """Returns problems with right answers as turns of a conversation; every second proposal to a checker is wrong."""
-    turns = []
+def worked_exchanges(seat: Seat, problems: list[Problem]) -> list[tuple[str, str]]:
+    """Returns what a seat is asked and right answers; every second proposal to a checker is wrong."""
+    exchanges = []
     for number, problem in enumerate(problems):
         proposal = right = worked_answer(problem, problem.answer)
         if number % 2:
             proposal = worked_answer(problem, wrong_result(problem, number))
-        turns.append({"role": "user", "content": seat_question(seat, problem, proposal)})
-        turns.append({"role": "assistant", "content": right})
-    return turns
+        exchanges.append((seat_question(seat, problem, proposal), right))
+    return exchanges
 
 
 def wrong_result(problem: Problem, seed: int) -> str:

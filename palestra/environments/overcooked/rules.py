@@ -125,8 +125,7 @@ def _interact(g: OvercookedArrays, kitchen: Kitchen, b: int, n: int) -> bool:
 
 @jit
 def _move(cooks: np.ndarray, kitchen: Kitchen, b: int, chosen_N: np.ndarray, to_N: np.ndarray) -> None:
-    """Turns and moves both cooks at once. Neither moves if both want the same cell (who stays wants its own) or each
-    the other's."""
+    """Turns and moves both cooks; neither moves if they want one cell (who stays: its own) or swap."""
     for n in range(2):
         to_N[n] = cooks[b, n, CELL]
         if chosen_N[n] < NUM_DIRECTIONS:

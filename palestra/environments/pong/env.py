@@ -144,7 +144,7 @@ def _in_picture(picture: int) -> np.uint32:
 
 @jit
 def _draw_paddle(words: np.ndarray, drawn: np.ndarray, b: int, view: int, seat: int, column: int) -> None:
-    """Rewrites all rows in which the paddle was in any remembered frame: white in the pictures that show it there."""
+    """Rewrites all rows in which the paddle was in a remembered frame: white where it was."""
     first = drawn[b, 0, 2 + seat]
     last = drawn[b, 0, 2 + seat]
     for moment in range(1, NUM_DRAWN_FRAMES):
@@ -212,8 +212,7 @@ def _begin_game(g: PongArrays, b: int, mirror: bool) -> None:
 
 @jit
 def _store_final(g: PongArrays, b: int) -> None:
-    """Copies the last observations and the state of an ended game to `final_obs` and `final_state`. Loops compile ten
-    times as fast as slice assignments."""
+    """Does what `native.store_final` does. Loops compile ten times as fast as slice assignments."""
     for view in range(2):
         for row in range(SCREEN_SIZE):
             for x in range(SCREEN_SIZE):

@@ -161,8 +161,7 @@ class Sudoku(Env):
         return tuple(cells.get(cell, digit) for cell, digit in enumerate(self.board))
 
     def _gain(self, before: SudokuBoard, after: SudokuBoard) -> float:
-        """Returns the reward of a change: correct minus wrong cells as a share of the empty cells, plus `SOLVED_REWARD`
-        once solved."""
+        """Returns the reward of a change: right minus wrong cells as a share, and `SOLVED_REWARD`."""
         solved = SOLVED_REWARD * (after == self.instance.solution) - SOLVED_REWARD * (before == self.instance.solution)
         if self.reward == "outcome":
             return solved

@@ -75,9 +75,7 @@ def built_in_tools(
 
 
 def tools_of_seat(seat: Seat, built_in: Sequence[Tool], user_tools: Sequence[Tool]) -> list[Tool]:
-    """Returns the tools of a seat: of the built-in ones and the user's own. Raises ValueError if a team's seat has
-    none.
-    """
+    """Returns the tools of a seat, built-in and the user's. Raises ValueError if a team's seat has none."""
     if seat == "agent":
         return [*built_in, *user_tools]
     tools = [tool for tool in built_in if (tool.name in SEARCH_TOOLS) == (seat == "researcher")]

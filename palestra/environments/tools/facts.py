@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from palestra.core.chat import ToolCall
 from palestra.environments.tools.library import Document
-from palestra.environments.tools.tasks import ToolRequirement, ToolTask, parse_number
+from palestra.environments.tools.tasks import ToolRequirement, ToolTask, calculation, parse_number
 
 TWO_HOP_SHARE = 0.25  # share of lookups that are two-hop questions
 
@@ -163,7 +163,7 @@ class FactQuestions:
         question = asked.format(a=high.title, b=low.title, fact=one.name)
         short = f"{high.title.lower()} {sign} {low.title.lower()} {one.name}"
         expression = f"{high.value} {sign} {low.value}".replace(",", "")
-        work = ToolRequirement((str(total),), (ToolCall("calculator", {"expression": expression}),))
+        work = calculation(expression, str(total))
         key = f"{high.title} {sign} {low.title} {one.name}"
         return ToolTask(
             "lookup_compute", question, short, str(total), key, ((high.requirement, low.requirement), (work,))

@@ -16,6 +16,7 @@ from palestra.envs.support.row_reader import Row, read_rows
 
 BUILT_IN_CORPUS = Path(__file__).parent / "data" / "corpus.jsonl"
 MAX_QUERY_WORDS = 32  # of a query; the rest are ignored
+SNIPPET_TOKENS = 24  # length of a snippet
 TITLE_WEIGHT = 4.0  # BM25 weight of the title; that of the text is 1
 _WORD = re.compile(r"\w+")
 
@@ -30,11 +31,10 @@ class Document:
 
 
 class DocumentIndex:
-    """A full-text index over documents; implements `Library`. `snippet_tokens` is the length of snippets in tokens."""
+    """A full-text index over documents; implements `Library`."""
 
-    def __init__(self, documents: tuple[Document, ...], snippet: int = 24) -> None:
+    def __init__(self, documents: tuple[Document, ...]) -> None:
         self.documents = documents
-        self.snippet_tokens = snippet
         self._by_title = {document.title.casefold(): document for document in documents}
         self._lock = threading.Lock()
         self._table = sqlite3.connect(":memory:", check_same_thread=False)
@@ -53,7 +53,7 @@ class DocumentIndex:
             rows = self._table.execute(
                 "SELECT title, snippet(documents, 1, '', '', '...', ?) FROM documents WHERE documents MATCH ? "
                 "ORDER BY bm25(documents, ?, 1.0), rowid LIMIT ?",
-                (self.snippet_tokens, asked, TITLE_WEIGHT, k),
+                (SNIPPET_TOKENS, asked, TITLE_WEIGHT, k),
             ).fetchall()
         return [SearchHit(title, " ".join(snippet.split())) for title, snippet in rows]
 
@@ -91,7 +91,7 @@ def read_documents(path: Path) -> list[Document]:
 
 
 def search_tool(num_results: int, is_compact: bool) -> Callable[..., str]:
-    """Returns a tool that shows the best `num_results` documents; with `is_compact`, only titles and snippets."""
+    """Returns a tool that shows the best `num_results` documents; `is_compact`: titles and snippets."""
 
     def search(query: str, scratch: ToolState) -> str:
         """Searches the documents for words and shows the parts that fit best; read_document shows a whole document.

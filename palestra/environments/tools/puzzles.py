@@ -10,7 +10,7 @@ from itertools import chain
 
 from palestra.core.chat import ToolCall
 from palestra.environments.tools.calculator import evaluate
-from palestra.environments.tools.tasks import ToolRequirement, ToolTask
+from palestra.environments.tools.tasks import ToolRequirement, ToolTask, calculation, file_content
 
 MAX_PRIME = 100_000
 ITEMS = (  # noqa: SIM905
@@ -33,13 +33,12 @@ def compute_task(rng: random.Random) -> ToolTask:
     ))  # fmt: skip
     answer = str(evaluate(expression))
     question = f"What is {expression}? (** is a power, % a remainder, // a division rounded down.)"
-    return ToolTask("compute", question, expression, answer, f"compute {expression}", ((_work(expression, answer),),))
+    needs = ((calculation(expression, answer),),)
+    return ToolTask("compute", question, expression, answer, f"compute {expression}", needs)
 
 
 def files_task(rng: random.Random) -> ToolTask:
-    """Draws a task on numbers in files of the scratch folder: sum them, find the largest, or write their sum to a
-    file.
-    """
+    """Draws a task on numbers in files: sum them, find the largest, or write their sum to a file."""
     return rng.choice((_column, _most, _total))(rng)
 
 
@@ -48,7 +47,8 @@ def _column(rng: random.Random) -> ToolTask:
     text = _table(rows)
     answer = str(sum(rows.values()))
     question = "The file stock.csv lists items and how many of each are in stock. How many items are in stock in all?"
-    needs = ((_read("stock.csv", text),), (_work(" + ".join(map(str, rows.values())), answer),))
+    work = calculation(" + ".join(map(str, rows.values())), answer)
+    needs = ((file_content("stock.csv", text),), (work,))
     return ToolTask("files", question, "sum stock.csv", answer, f"files sum {text}", needs, {"stock.csv": text})
 
 
@@ -57,15 +57,8 @@ def _most(rng: random.Random) -> ToolTask:
     text = _table(rows)
     question = "The file stock.csv lists items and how many of each are in stock. Of which item are there most?"
     answer = max(rows, key=lambda item: rows[item])
-    return ToolTask(
-        "files",
-        question,
-        "most stock.csv",
-        answer,
-        f"files most {text}",
-        ((_read("stock.csv", text),),),
-        {"stock.csv": text},
-    )
+    needs = ((file_content("stock.csv", text),),)
+    return ToolTask("files", question, "most stock.csv", answer, f"files most {text}", needs, {"stock.csv": text})
 
 
 def _total(rng: random.Random) -> ToolTask:
@@ -77,8 +70,8 @@ def _total(rng: random.Random) -> ToolTask:
         "The files north.txt and south.txt hold a number in each line. Write the sum of all of them, and nothing else, "
         "to the file total.txt; then say that you are done."
     )
-    reads = tuple(_read(path, text) for path, text in texts.items())
-    needs = (reads, (_work(" + ".join(map(str, numbers)), answer),))
+    reads = tuple(file_content(path, text) for path, text in texts.items())
+    needs = (reads, (calculation(" + ".join(map(str, numbers)), answer),))
     key = f"files total {texts}"
     return ToolTask(
         "files", question, "north.txt + south.txt to total.txt", answer, key, needs, texts, output_file="total.txt"
@@ -168,18 +161,8 @@ def _collatz(rng: random.Random) -> ProgramPuzzle:
     return question, f"collatz {low} {high}", source, steps
 
 
-def _work(expression: str, answer: str) -> ToolRequirement:
-    return ToolRequirement((answer,), (ToolCall("calculator", {"expression": expression}),))
-
-
-def _read(path: str, text: str) -> ToolRequirement:
-    return ToolRequirement((text,), (ToolCall("read_file", {"path": path}),))
-
-
 def _stock(rng: random.Random, size: int) -> dict[str, int]:
-    return {
-        item: count for item, count in zip(rng.sample(ITEMS, size), rng.sample(range(1000, 9999), size), strict=True)
-    }
+    return dict(zip(rng.sample(ITEMS, size), rng.sample(range(1000, 9999), size), strict=True))
 
 
 def _table(rows: dict[str, int]) -> str:

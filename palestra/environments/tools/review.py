@@ -113,10 +113,10 @@ class ToolReview(Env):
         self.seats = SEATS[team]
         self.roles = {seat: ROLES[seat] for seat in SEATS[team]}
         self.limit = limit
-        self.max_calls = max_calls
+        self.calls_allowed = 1 + max_calls
         self.split = split
         self.reward = reward
-        self.examples = {seat: example_turns(seat, shots, self.kinds, limit) for seat in self.seats}
+        self.examples = {seat: worked_exchanges(seat, shots, self.kinds, limit) for seat in self.seats}
         self._next: Seat | None = None
 
     def reset(self, seed: int) -> Step:
@@ -133,7 +133,7 @@ class ToolReview(Env):
         reply = str(actions[seat])
         self._replies = self._replies + 1
         has_call = TOOL_CALL_PATTERN.search(reply) is not None
-        if seat == CALLER or (has_call and len(self.calls) < self._calls_allowed):
+        if seat == CALLER or (has_call and len(self.calls) < self.calls_allowed):
             return self._call(seat, reply)
         success = not has_call and is_right(reply, self.question)
         self.invalid = self.invalid | {seat: has_call or not any(c.isdigit() for c in reply)}
@@ -143,7 +143,7 @@ class ToolReview(Env):
     def expert(self, seat: Seat, rng: random.Random) -> str:
         """Returns the right call, or the answer if the last call found it."""
         is_answered = bool(self.calls) and finds_answer(self.calls[-1].result, self.question)
-        if seat != CALLER and (is_answered or len(self.calls) >= self._calls_allowed):
+        if seat != CALLER and (is_answered or len(self.calls) >= self.calls_allowed):
             return self.question.answer
         return render(self.question.right_call)
 
@@ -162,10 +162,6 @@ class ToolReview(Env):
         if seat == CALLER and self.reward == "dense":
             terms = {seat: {"call": float(finds_answer(result, self.question))}}
         return Step(self._observations(), total_rewards(terms), info=self._info(success=False) | terms_info(terms))
-
-    @property
-    def _calls_allowed(self) -> int:
-        return 1 + self.max_calls
 
     def _info(self, success: bool) -> dict[str, Any]:
         info: dict[str, Any] = {"turn": self._replies, "success": success, "kind": self.question.kind}
@@ -288,19 +284,17 @@ def seat_question(seat: Seat, question: Question, calls: Sequence[MadeCall]) -> 
 
 
 @lru_cache(maxsize=64)  # an env is made for each episode
-def example_turns(seat: Seat, shots: int, kinds: tuple[QuestionKind, ...], limit: int) -> Sequence[dict[str, str]]:
-    """Returns questions with right replies as turns of a conversation, the kinds one after the other."""
-    turns = []
+def worked_exchanges(seat: Seat, shots: int, kinds: tuple[QuestionKind, ...], limit: int) -> Sequence[tuple[str, str]]:
+    """Returns what a seat is asked and right replies, for `shots` questions, the kinds one after the other."""
+    exchanges: list[tuple[str, str]] = []
     for number in range(shots):
         question = draw_question(kinds[number % len(kinds)], number, limit, "base")
-        for asked, reply in worked_replies(seat, question, is_wrong=number // len(kinds) % 2 == 1):
-            turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": reply}]
-    return turns
+        exchanges += worked_replies(seat, question, is_wrong=number // len(kinds) % 2 == 1)
+    return exchanges
 
 
 def worked_replies(seat: Seat, question: Question, *, is_wrong: bool) -> list[tuple[str, str]]:
-    """Returns what a seat is asked and the right replies; with `is_wrong`, after a wrong first call that is not one of
-    the replies."""
+    """Returns what a seat is asked and the right replies; with `is_wrong`, after a wrong first call."""
     right = render(question.right_call)
     if seat == CALLER:
         return [(question.text, right)]

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import product
 
 from palestra.core.chat import ToolCall
-from palestra.environments.tools.tasks import TaskKind, ToolRequirement, ToolTask
+from palestra.environments.tools.tasks import TaskKind, ToolRequirement, ToolTask, calculation, file_content
 from palestra.environments.tools.tool_state import SearchHit
 
 SYLLABLES = list(map("".join, product("bdfgklmnprst", "aiou")))
@@ -70,10 +70,6 @@ def _need(places: SyntheticLibrary, name: str) -> ToolRequirement:
     return ToolRequirement((name, people), (ToolCall("search", {"query": name}),), f"{name} {people}")
 
 
-def _work(expression: str, answer: int) -> ToolRequirement:
-    return ToolRequirement((str(answer),), (ToolCall("calculator", {"expression": expression}),))
-
-
 def _lookup(places: SyntheticLibrary, name: str) -> ToolTask:
     people = str(places.population(name))
     question = f"How many people live in {name}?"
@@ -93,7 +89,7 @@ def _lookup_compute(places: SyntheticLibrary, one: str, other: str, sign: str) -
         "+": f"How many people live in {high} and {low} together?",
         "-": f"How many more people live in {high} than in {low}?",
     }[sign]
-    needs = ((_need(places, high), _need(places, low)), (_work(f"{most} {sign} {least}", answer),))
+    needs = ((_need(places, high), _need(places, low)), (calculation(f"{most} {sign} {least}", str(answer)),))
     key = f"drill {high} {most} {sign} {low} {least}"
     return ToolTask("lookup_compute", question, f"{high} {sign} {low} people", str(answer), key, needs, library=places)
 
@@ -103,18 +99,17 @@ def _compute(rng: random.Random) -> ToolTask:
     other = rng.randint(MIN_NUMBER, MAX_NUMBER)
     expression = f"{one} * {other}"
     key = f"drill {min(one, other)} * {max(one, other)}"
-    return ToolTask(
-        "compute", f"What is {expression}?", expression, str(one * other), key, ((_work(expression, one * other),),)
-    )
+    answer = str(one * other)
+    needs = ((calculation(expression, answer),),)
+    return ToolTask("compute", f"What is {expression}?", expression, answer, key, needs)
 
 
 def _files(rng: random.Random) -> ToolTask:
     path = rng.choice("abcdefgh")
     numbers = [rng.randint(MIN_NUMBER, MAX_NUMBER) for _ in range(2)]
     text = " ".join(map(str, numbers))
-    answer = sum(numbers)
-    read = ToolRequirement((text,), (ToolCall("read_file", {"path": path}),))
-    needs = ((read,), (_work(" + ".join(map(str, numbers)), answer),))
+    answer = str(sum(numbers))
+    needs = ((file_content(path, text),), (calculation(" + ".join(map(str, numbers)), answer),))
     question = f"What is the sum of the numbers in the file {path}?"
     key = f"drill {path} {text}"
-    return ToolTask("files", question, f"sum {path}", str(answer), key, needs, {path: text})
+    return ToolTask("files", question, f"sum {path}", answer, key, needs, {path: text})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -68,7 +68,7 @@ def _makers(name: WorldName, kinds: Sequence[TaskKind], library: Library) -> Map
                 f"task_source: drills has no tasks of kind {unknown[0]}; it has "
                 f"{', '.join(synthetic_world.SYNTHETIC_TASK_KINDS)}"
             )
-        return {kind: _drill(kind) for kind in kinds}
+        return {kind: partial(synthetic_world.draw_synthetic_task, kind) for kind in kinds}
     makers: dict[TaskKind, TaskGenerator] = {
         "compute": puzzles.compute_task,
         "files": puzzles.files_task,
@@ -79,10 +79,6 @@ def _makers(name: WorldName, kinds: Sequence[TaskKind], library: Library) -> Map
         about = _questions(library)
         makers |= {"lookup": about.lookup, "lookup_compute": about.lookup_compute}
     return makers
-
-
-def _drill(kind: TaskKind) -> TaskGenerator:
-    return lambda rng: synthetic_world.draw_synthetic_task(kind, rng)
 
 
 @cache

@@ -43,6 +43,16 @@ class ToolRequirement:
         return all(re.search(_EDGES.format(re.escape(word)), text, re.IGNORECASE) for word in self.expected_words)
 
 
+def calculation(expression: str, answer: str) -> ToolRequirement:
+    """Returns the requirement that the calculator gives `answer`."""
+    return ToolRequirement((answer,), (ToolCall("calculator", {"expression": expression}),))
+
+
+def file_content(path: str, text: str) -> ToolRequirement:
+    """Returns the requirement that a file is read, whose content is `text`."""
+    return ToolRequirement((text,), (ToolCall("read_file", {"path": path}),))
+
+
 @dataclass(frozen=True)
 class ToolTask:
     """One task: `question` in plain English, `short_question` in as few words as possible; `split_key` decides its
@@ -75,9 +85,7 @@ class ToolTask:
 
 
 def is_correct(text: str, answer: str) -> bool:
-    """True if `text` states the answer and no other: the only number in it has the same value, or the words are the
-    same, ignoring case.
-    """
+    """True if the only number in `text` is the answer, or its words are, ignoring case."""
     wanted = parse_number(answer)
     if wanted is None:
         return _words(text) == _words(answer)

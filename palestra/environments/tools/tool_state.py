@@ -7,7 +7,7 @@ to a folder of its own, and files that it returns are held to the same limits.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -141,6 +141,3 @@ def read_file(path: str, scratch: ToolState, start: int = 0) -> str:
 def list_files(scratch: ToolState) -> str:
     """Lists the files of the scratch folder."""
     return "\n".join(f"{path}: {len(text)} characters" for path, text in sorted(scratch.files.items())) or "no files"
-
-
-FILE_TOOLS: tuple[Callable[..., str], ...] = (write_file, read_file, list_files)

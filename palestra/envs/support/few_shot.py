@@ -20,10 +20,12 @@ def acting_seat(seat: Seat | None, actions: Mapping[Seat, Any]) -> Seat:
     return seat
 
 
-def ask_with_examples(role: str, examples: Sequence[dict[str, str]], question: str) -> Chat | str:
-    """Returns the question after the role and the worked examples, which all conversations share; without examples the
-    question alone."""
+def ask_with_examples(role: str, examples: Sequence[tuple[str, str]], question: str) -> Chat | str:
+    """Returns the question after the role and the worked examples, each a question and its reply, which all
+    conversations share; without examples the question alone."""
     if not examples:
         return question
-    shared = ({"role": "system", "content": role}, *examples)
+    shared = [{"role": "system", "content": role}]
+    for asked, reply in examples:
+        shared += [{"role": "user", "content": asked}, {"role": "assistant", "content": reply}]
     return Chat((*shared, {"role": "user", "content": question}), num_shared=len(shared))

@@ -62,7 +62,8 @@ async def _play_all(player: str, policy: Policy, options: ArenaOptions, on_progr
     has_failed = False
     for game in options.games:
         if has_failed:
-            scores[game] = dict.fromkeys(REFERENCES, score_forfeits(game, options.count))
+            lost = [(GAMES[game].lowest, float("inf"))] * options.count
+            scores[game] = dict.fromkeys(REFERENCES, Score.of(lost, options.count))
             continue
         texts = texts_of(player, game, options.rendering)
         played = await _play_game(game, policy, texts, options, on_progress)
@@ -125,11 +126,6 @@ def score_episodes(game: str, episodes: Sequence[tuple[Episode, Seat]]) -> Score
         ((first, second),) = branch_returns(episode)
         returns.append((first, second) if seat == next(iter(episode.seats)) else (second, first))
     return Score.of(returns, forfeits)
-
-
-def score_forfeits(game: str, count: int) -> Score:
-    """Returns the score of games that were not played."""
-    return Score.of([(GAMES[game].lowest, float("inf"))] * count, count)
 
 
 def read_exploitability(game: str, policy: Policy, texts: Mapping[str, Any]) -> float | None:

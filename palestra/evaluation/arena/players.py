@@ -56,8 +56,7 @@ GAMES = {
 
 
 def text_game(game: str, **options: Any) -> TextGame:
-    """Returns the env of a game of the arena, with further options of text games. Raises ValueError for an unknown
-    name."""
+    """Returns the env of a game of the arena with these options. Raises ValueError for an unknown name."""
     if game not in GAMES:
         raise ValueError(f'there is no game "{game}" in the arena: it has {", ".join(GAMES)}')
     env: TextGame = make_env(**GAMES[game].env, **options)

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -61,7 +61,7 @@ class Score:
         return self.points / self.games
 
     def __add__(self, other: Score) -> Score:
-        return Score(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True)))
+        return Score(*map(add, astuple(self), astuple(other)))
 
 
 Scores = Mapping[str, Mapping[str, Score]]  # by game and opponent

@@ -200,8 +200,7 @@ class HeatMap:
         return self.max_value or float(np.abs(known).max(initial=0.0)) or 1.0
 
     def draw(self, axis: Any) -> None:
-        """Draws the heat map into matplotlib axes, with names, title and a colour bar: cell (i, j) is the unit square
-        at (j, i)."""
+        """Draws the heat map with names, title and a colour bar: cell (i, j) is the unit square at (j, i)."""
         import matplotlib
         from matplotlib.colors import LinearSegmentedColormap
 
@@ -289,8 +288,7 @@ def columns_of_legend(labels: Sequence[str], chars: int) -> int:
 
 
 def figure_html(figure: Chart | HeatMap) -> str:
-    """Returns a chart or heat map as an HTML figure: matplotlib's SVG as an image, one for light and one for dark
-    pages; "" if it has no values."""
+    """Returns a figure as HTML: an SVG for light and one for dark pages; "" if it has no values."""
     if not figure.has_values:
         return ""
     light, dark = (_svg_uri(figure, settings) for settings in ({}, DARK_SETTINGS))
@@ -368,8 +366,7 @@ def format_compact(value: float, _position: int | None = None) -> str:
 
 
 def shorten(name: str, chars: int = MAX_LABEL_CHARS) -> str:
-    """Returns a name as one visible line of at most `chars` characters: start and end of a longer one, since names of
-    members often differ at their ends only."""
+    """Returns a name as one line of at most `chars` characters: start and end, where members' names differ."""
     name = " ".join(visible_text(name).split())
     if len(name) <= chars:
         return name

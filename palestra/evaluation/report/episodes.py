@@ -20,8 +20,7 @@ MAX_BRANCHES = 4  # further trajectories shown of an episode
 
 
 def pick_samples(episodes: Sequence[Episode], count: int, seed: int) -> list[tuple[str, Episode]]:
-    """Returns at most `count` labelled episodes: the best, the worst, a failed one if any, and others drawn with
-    `seed`."""
+    """Returns at most `count` labelled episodes: the best, the worst, a failed one, and others at random."""
     sound = sorted((e for e in episodes if e.error is None), key=episode_return, reverse=True)
     failed = [e for e in episodes if e.error is not None]
     samples = [("the best", episode) for episode in sound[:1]]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from palestra.evaluation.report.style import STYLE
-
+STYLE = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
 # Control characters, and bidirectional overrides, which reorder the displayed text.
 CONTROL_CHARS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
 MAX_TEXT_CHARS = 6000  # characters of one text
@@ -21,8 +21,7 @@ def visible_text(value: Any) -> str:
 
 
 def escape_text(value: Any, max_chars: int = MAX_TEXT_CHARS) -> str:
-    """Returns `value` as escaped HTML text: control characters are made visible, text beyond `max_chars` characters is
-    cut with a note."""
+    """Returns `value` as escaped, visible HTML text, cut with a note beyond `max_chars` characters."""
     shown = visible_text(value)
     text = html.escape(shown[:max_chars])
     if len(shown) > max_chars:

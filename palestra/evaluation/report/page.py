@@ -12,10 +12,9 @@ import yaml
 from palestra.core.config import hide_credentials, load
 from palestra.core.files import atomic_write
 from palestra.evaluation.report.episodes import episode_html, pick_samples
-from palestra.evaluation.report.html import block, details, escape_text, html_table, section, text_block
+from palestra.evaluation.report.html import STYLE, block, details, escape_text, html_table, section, text_block
 from palestra.evaluation.report.population import population_sections
 from palestra.evaluation.report.run_charts import metric_charts
-from palestra.evaluation.report.style import STYLE
 from palestra.evaluation.report.tables import eval_table, policy_table, time_table
 from palestra.runs import list_checkpoints, load_episodes
 from palestra.runs.headline import algorithm_label, held_out_label, return_keys, success_keys, total_steps
@@ -31,7 +30,8 @@ NOTHING_RECORDED = "Nothing is recorded yet: the run has finished neither a trai
 def write_report(run: Path, out: Path | None = None, *, episodes: int = 6, step: int | None = None) -> Path:
     """Writes the report on the run at `run` (default: report.html in it) and returns its path.
 
-    Raises ValueError if `run` is not a run, or no episodes were recorded at `step` (1 is the first of the run).
+    It has `episodes` sample episodes of `step` (1 is the first of the run; default: the last recorded one). Raises
+    ValueError if `run` is not a run, or no episodes were recorded at `step`.
     """
     out = out or run / "report.html"
     page = report_html(run, episodes=episodes, step=step)
@@ -41,8 +41,7 @@ def write_report(run: Path, out: Path | None = None, *, episodes: int = 6, step:
 
 
 def report_html(run: Path, *, episodes: int = 6, step: int | None = None) -> str:
-    """Returns the report as HTML, with `episodes` sample episodes of `step` (default: the last recorded one). Raises
-    ValueError as `write_report` does."""
+    """Returns the report as HTML. For arguments and errors see `write_report`."""
     tree = load(find_run(run) / "config.yaml")
     logs = RunLogs(run)
     meta = read_meta(run, needs_config=False)
@@ -135,8 +134,7 @@ def metric_tiles(logs: RunLogs, tree: dict[str, Any]) -> str:
 
 
 def sample_section(run: Path, count: int, step: int | None, seed: int) -> str:
-    """Returns sample episodes of a training step as HTML: best, worst, failed, random. Raises ValueError if `step`
-    was not recorded."""
+    """Returns sample episodes of a step (None: the last) as HTML. Raises ValueError for an unknown one."""
     files = sorted((run / "episodes").glob("step-*.parquet"))
     paths = {int(path.stem.removeprefix("step-")) + 1: path for path in files}
     if step is not None and step not in paths:

@@ -175,8 +175,7 @@ def _interval(line: Line, metric: str) -> tuple[float, float] | None:
 
 
 def config_labels(trees: Sequence[Tree]) -> list[str]:
-    """Returns for each config the settings in which it differs from the others, such as "algorithm.group_size=4,
-    policies.a.lr=0.001"."""
+    """Returns the settings in which each config differs from the others: "algorithm.group_size=4"."""
     flats = [flatten_tree(tree) for tree in trees]
     keys = dict.fromkeys(chain.from_iterable(flats))
     unlike = [key for key in keys if len({repr(flat.get(key)) for flat in flats}) > 1]

@@ -29,8 +29,7 @@ def population_sections(path: Path) -> list[str]:
 
 
 def payoff_figure(record: PopulationRecord) -> str:
-    """Returns a heat map of the payoffs of the first seat's members (rows) against the second's, as HTML; "" unless
-    there are two seats and payoffs are known."""
+    """Returns `payoff_heat_map` as HTML; "" without one."""
     heat = payoff_heat_map(record)
     return "" if heat is None else figure_html(heat)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
@@ -44,6 +44,15 @@ class PopulationRecord:
     tasks: list[TaskRecord]
     metrics: list[JSONLine]
     timings: list[JSONLine]
+
+    @property
+    def train_tasks(self) -> list[TrainTask]:
+        return [done.task for done in self.tasks if isinstance(done.task, TrainTask)]
+
+    def with_weights(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Returns those of the names that are members with weights, without duplicates."""
+        stored = {member.name for member in self.members if member.weights}
+        return tuple(name for name in dict.fromkeys(names) if name in stored)
 
 
 def read_record(path: str | Path, seats: Sequence[Player] = ()) -> PopulationRecord:
@@ -169,8 +178,7 @@ def _pairwise_scores(record: PopulationRecord) -> tuple[list[str], np.ndarray]:
 
 
 def _some_games(record: PopulationRecord, names: list[str]) -> list[tuple[list[str], list[float]]]:
-    """Returns at most `MAX_OPENSKILL_GAMES` games of each pair, with wins and draws in proportion, in a fixed random
-    order."""
+    """Returns at most `MAX_OPENSKILL_GAMES` games of each pair, in proportion, in a fixed random order."""
     games: list[tuple[list[str], list[float]]] = []
     for pair in record.payoffs.cells():
         cell = record.payoffs.cell(pair)

@@ -14,7 +14,6 @@ import numpy as np
 from palestra.core.types import TEAM
 from palestra.evaluation.report.charts import MAX_AXIS_LABELS, Chart, ChartCurve, HeatMap, save_panels, shorten
 from palestra.evaluation.report.population_data import PopulationRecord, read_record
-from palestra.populations.tasks import TrainTask
 from palestra.runs.series import group_lines, series_of
 
 MAX_MEMBERS = 80  # newest members shown in a heat map
@@ -99,8 +98,7 @@ def learner_charts(record: PopulationRecord) -> Iterator[Chart]:
 
 
 def nash_conv_points(record: PopulationRecord) -> list[dict[str, float]]:
-    """Returns the measured NashConv values, each with `env_steps` and `games` so far and `seconds` since the start,
-    where known."""
+    """Returns the NashConv values with `env_steps`, `games` and `seconds` so far, where known."""
     counts = {line["iteration"]: line for line in record.metrics if line["policy"] == TEAM and "env_steps" in line}
     seconds = {line["step"]: line["elapsed_s"] for line in record.timings}
     points = []
@@ -123,7 +121,7 @@ def mixtures_by_player(record: PopulationRecord) -> dict[str, list[dict[str, flo
             mixtures.setdefault(line["policy"], []).append(mix)
     if mixtures:
         return mixtures
-    for task in _train_tasks(record):
+    for task in record.train_tasks:
         if task.learner.startswith("main_"):
             rest = {name: p * (1 - task.self_play) for name, p in task.opponents.mixes[task.player].items()}
             mixtures.setdefault(task.learner, []).append({"itself": task.self_play, **rest})
@@ -132,11 +130,7 @@ def mixtures_by_player(record: PopulationRecord) -> dict[str, list[dict[str, flo
 
 def searched_settings(record: PopulationRecord) -> list[str]:
     """Returns the settings that population-based training searches."""
-    return list(dict.fromkeys(chain.from_iterable(task.settings for task in _train_tasks(record))))
-
-
-def _train_tasks(record: PopulationRecord) -> list[TrainTask]:
-    return [done.task for done in record.tasks if isinstance(done.task, TrainTask)]
+    return list(dict.fromkeys(chain.from_iterable(task.settings for task in record.train_tasks)))
 
 
 # ---- best responses
@@ -165,8 +159,7 @@ def _draw_best_responses(record: PopulationRecord, axis: Any) -> None:
 
 
 def best_responses(record: PopulationRecord) -> tuple[list[str], list[tuple[int, int]]]:
-    """Returns the members of a two-seat game, and pairs of numbers: each member and the other member that earns most
-    against it."""
+    """Returns the members of a two-seat game, and pairs of each and the one that earns most against it."""
     table = record.payoffs
     (one, other), (first, second) = table.seats, table.mean()
     if one == other:

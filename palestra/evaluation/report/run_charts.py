@@ -83,8 +83,7 @@ def _success_curve(logs: RunLogs, name: str, key: str) -> ChartCurve:
 
 
 def _returns(logs: RunLogs) -> Chart:
-    """Returns the chart of the return of all seats together, and of each seat's own where language agents have
-    several."""
+    """Returns the chart of the team's return, and of each seat's own where language agents have several."""
     curves: list[ChartCurve] = []
     for name, lines in logs.evals.items():
         for key, what in return_keys(*lines).items():

@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from palestra.evaluation.report.html import format_number
+from palestra.evaluation.report.tables import sample_cell
 from palestra.runs.headline import (
     eval_label,
     paid_seats,
@@ -63,7 +64,7 @@ def _add_eval_rows(table: Table, name: str, lines: Sequence[dict[str, Any]]) -> 
         cells = _ends(lines, partial(success_interval, key=rate))
         table.add_row(f"{name}: success of {n}{of_team}", *cells, style="bold")
     for title, _ in sample_rows(last):
-        sampled = _ends(lines, lambda x, of=title: dict(sample_rows(x)).get(of, "-"))
+        sampled = _ends(lines, partial(sample_cell, title))
         table.add_row(f"{name}: {title} of {n}", *sampled)
     if shows_return(last):
         for key, what in return_keys(last).items():
@@ -82,8 +83,7 @@ def _number(key: str, digits: int, line: dict[str, Any]) -> str:
 
 
 def _ends(lines: Sequence[dict[str, Any]], text: Callable[..., str]) -> tuple[str, str]:
-    """Returns the texts of an evaluation before and after training: of its first and last line. If there is only one
-    line, the other text is "-" (step -1 is before training)."""
+    """Returns the texts of an evaluation before (step -1) and after training; "-" for one not played."""
     if len(lines) > 1:
         return text(lines[0]), text(lines[-1])
     if lines[0]["step"] < 0:

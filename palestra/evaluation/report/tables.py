@@ -32,7 +32,7 @@ def _columns(line: Line) -> list[tuple[str, Any]]:
     columns: list[tuple[str, Any]] = [
         (f"{what} [95 % interval]", partial(success_interval, key=key)) for key, what in success_keys(line).items()
     ]
-    columns += [(name, partial(_sample_cell, name)) for name, _ in sample_rows(line)]
+    columns += [(name, partial(sample_cell, name)) for name, _ in sample_rows(line)]
     if "return" in return_keys(line):
         columns.append(("return", format_return))
     columns += [(f"return of {seat}", partial(format_seat_return, seat=seat)) for seat in paid_seats(line)]
@@ -42,7 +42,8 @@ def _columns(line: Line) -> list[tuple[str, Any]]:
     return columns
 
 
-def _sample_cell(name: str, line: Line) -> str:
+def sample_cell(name: str, line: Line) -> str:
+    """Returns the text of a metric of several samples; "-" for a line without it."""
     return dict(sample_rows(line)).get(name, "-")
 
 

@@ -87,7 +87,7 @@ def test_parts_of_a_story_match_its_signs():
     assert {signs(seed, "+-") for seed in range(20)} == {"+-"}
     assert {signs(seed, "++", "-+") for seed in range(30)} == {"++", "-+"}
     assert {signs(seed) for seed in range(60)} == {"++", "+-", "-+", "--"}
-    assert MathRelay(signs=["-+"], shots=1).examples[0][1]["content"].split()[1] == "-"
+    assert MathRelay(signs=["-+"], shots=1).examples[0][0][1].split()[1] == "-"
 
 
 @pytest.mark.parametrize(("limit", "signs"), [(12, ("++",)), (20, ("++",)), (30, all_signs(2))])

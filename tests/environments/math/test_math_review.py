@@ -58,7 +58,7 @@ def test_shots_have_right_answers_and_every_second_proposal_wrong():
         question, answer = seen.messages[1 + 2 * number]["content"], seen.messages[2 + 2 * number]["content"]
         proposed = last_number(question)
         assert (proposed == last_number(answer)) == (number % 2 == 0)
-        problem = ProblemSource(["sum"], 1, None, None, None, "base").problem(number)
+        problem = ProblemSource(["sum"], 1, "base").problem(number)
         assert question.startswith(problem.question) and grade_directly(last_number(answer), problem.answer) == CORRECT
         assert split_of_text(problem.split_key) == "base"
 

@@ -412,7 +412,7 @@ def test_invalid_options_are_refused(options, complaint):
 
 def test_seeds_index_a_file_in_order(tmp_path):
     path = write_lines(tmp_path / "q.jsonl", GSM8K)
-    source = ProblemSource(None, None, path, None, None, "all")
+    source = ProblemSource(None, None, "all", path)
     assert [source.problem(seed).question for seed in range(200)] == [row["question"] for row in GSM8K]
     assert source.problem(200) == source.problem(0)
 

@@ -250,7 +250,7 @@ def test_a_child_that_exits_in_mid_judgement_scores_nothing(tmp_path):
     code = f"""
 import os, socket, sys
 sys.path[:] = {sys.path!r}
-from {confinement.GRADER_MODULE} import Grader, grade_in_child
+from {grader_process.__name__} import Grader, grade_in_child
 requester, ours = socket.socketpair()
 judge = Grader(lambda request: os._exit(request["status"]), lambda request: None)
 for status in (0, 1, 100, 200):

@@ -27,15 +27,19 @@ from palestra.environments.tools.library import (
     search_tool,
 )
 from palestra.environments.tools.tool_state import (
-    FILE_TOOLS,
     MAX_FILES,
     MAX_TOTAL_CHARS,
     ReplCell,
     ToolState,
+    list_files,
     normalize_path,
+    read_file,
+    write_file,
 )
 from palestra.environments.tools.toolbox import Toolbox, make_tool
 from palestra.sandbox import open_sandbox
+
+FILE_TOOLS = (write_file, read_file, list_files)
 
 
 def convert(kilometres: float) -> float:
