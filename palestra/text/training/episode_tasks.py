@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from palestra.core.event_loop import settle
 from palestra.core.tracing import TraceContext, continue_trace, trace_context
 from palestra.core.types import AlgorithmState, Episode, Metrics
 from palestra.parallel.async_backend import AsyncBackend
@@ -122,11 +123,8 @@ class EpisodeDispatcher:
         be held."""
         self.num_slices += 1
         name = f"slice-{self.num_slices}"
-        settings = versions.settings
-        members = versions.members
-        done = await self.backend.run_task(
-            replace(task, name=name, settings=settings, members=members, output_member=name)
-        )
+        named = replace(task, name=name, settings=versions.settings, members=versions.members, output_member=name)
+        done = await self.backend.run_task(named)
         assert isinstance(done.result, EpisodesResult) and done.folder is not None
         worker_stats.merge(done.result.worker_stats)
         self.wall_s = self.wall_s + done.seconds
@@ -215,14 +213,12 @@ class PendingEpisodes:
                 episodes = await self.dispatcher.play(self.versions, replace(self.task, numbers=tuple(numbers)))
         except Exception as error:
             for future, _ in waiting:
-                if not future.done():
-                    future.set_exception(error)
+                settle(future, error)
             return
         for (future, on_episode), episode in zip(waiting, episodes, strict=True):
             if on_episode:
                 on_episode(episode)
-            if not future.done():  # cancelled
-                future.set_result(episode)
+            settle(future, episode)
 
 
 @dataclass(kw_only=True)
