@@ -166,9 +166,7 @@ class PlainBatch(LiveBatch):
 
     def preempt(self, rows: Sequence[LiveSequence]) -> None:
         self._leave(rows)
-        for row in rows:
-            row.group.preempted = sorted([*row.group.preempted, row], key=lambda row: row.sibling)
-        self.counts["preempted_answers"] += len(rows)
+        self._note_preempted(rows)
 
 
 def _length(row: LiveSequence) -> int:
