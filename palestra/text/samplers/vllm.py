@@ -252,7 +252,8 @@ class VllmSampler(SamplerProtocol):
         name = self.adapter_store.adapter_name(snapshot)
         if name not in self._watched:
             self._watched.add(name)
-            weakref.finalize(snapshot, self._let_go, name).atexit = False
+            unload = partial(self._unload, name)
+            weakref.finalize(snapshot, self.loop_thread.run_detached, unload).atexit = False  # on any thread
         if name not in self._puts:
             self._puts[name] = asyncio.create_task(
                 self.adapter_store.write_async(snapshot, self.timeouts.retry_timeout_s)
@@ -284,10 +285,6 @@ class VllmSampler(SamplerProtocol):
         except ValueError as error:
             if "already been loaded" not in str(error):  # by an attempt whose response was lost
                 raise
-
-    def _let_go(self, name: str) -> None:
-        """Schedules unloading of an adapter. Called by the finalizer of its snapshot, on any thread."""
-        self.loop_thread.run_detached(partial(self._unload, name))
 
     async def _unload(self, name: str) -> None:
         self._puts.pop(name, None)
