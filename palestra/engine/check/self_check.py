@@ -92,7 +92,10 @@ def choose_engine(model: PreTrainedModel, base: str, build: BuildEngine) -> Engi
     if known:
         reasons += filter(None, [known.reason])
         ways = [known.way]
-    if not subjects.runs(reasons):
+    try:
+        subjects.own(long=False)
+    except Failure as error:
+        reasons.append(str(error))
         ways = []
     for way in ways:
         try:
@@ -158,15 +161,6 @@ class _Subjects:
         self.model = model
         self._own: dict[bool, Expected] = {}
         self._small: dict[int, tuple[PreTrainedModel, Expected] | None] = {}
-
-    def runs(self, reasons: list[str]) -> bool:
-        """Returns whether the model's own forward runs; adds the error to `reasons` if not."""
-        try:
-            self.own(long=False)
-        except Failure as error:
-            reasons.append(str(error))
-            return False
-        return True
 
     def own(self, *, long: bool) -> Expected:
         """Returns the model's own results. Raises Failure if its own forward fails."""
