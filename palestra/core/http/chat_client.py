@@ -125,8 +125,8 @@ class RetryingClient:
     errors: list[str]
 
     async def request(self, url: str, fields: Json, parse: Callable[[httpx.Response], Any]) -> Any:
-        """Returns what `parse` reads from the response to a request with the JSON `fields`, with retries, also where it
-        returns None. Raises EndpointError if all attempts fail, ValueError if the key is missing."""
+        """Returns what `parse` reads from the response to the JSON `fields`, with retries, also
+        where it returns None. Raises EndpointError if all attempts fail."""
         endpoint = self.endpoint
         body = {"model": endpoint.model, **fields, **endpoint.body}
         policy = RetryPolicy(endpoint.backoff, MAX_PAUSE_S, max_attempts=endpoint.retries + 1, jitter=JITTER)
@@ -189,16 +189,17 @@ async def complete(endpoint: Endpoint, messages: Sequence[Json], **settings: Any
 
 
 async def request_answer(endpoint: Endpoint, url: str, fields: Json, parse: Callable[[httpx.Response], Any]) -> Any:
-    """Returns what `parse` reads from the response to the JSON `fields`, within `endpoint.limit` seconds; where it
-    returns None, the request is repeated. Raises EndpointError if there is no answer, ValueError if the key is missing.
-    Each answer has its own client, so that none waits for another's connections."""
+    """Returns what `parse` reads from the response to the JSON `fields`, within `endpoint.limit`
+    seconds. Raises EndpointError if there is no answer, ValueError if the key is missing. Each
+    answer has its own client, so that none waits for another's connections."""
     errors: list[str] = []
     opened = _httpx().AsyncClient(timeout=endpoint.timeout, verify=_certificates())
     try:
         async with asyncio.timeout(endpoint.limit), opened as client:
             return await RetryingClient(endpoint, client, errors).request(url, fields, parse)
     except TimeoutError:
-        raise endpoint_error(endpoint, f"gave no answer within limit: {endpoint.limit:g} seconds", errors) from None
+        what = f"gave no answer within limit: {endpoint.limit:g} seconds"
+        raise endpoint_error(endpoint, what, errors) from None
 
 
 def _reason(endpoint: Endpoint, response: httpx.Response) -> str:

@@ -70,12 +70,13 @@ class ImportanceSampling(StrictModel):
         return options | ({"importance_mode": self.importance_mode} if self.importance_mode != "token_truncate" else {})
 
     async def add_old_logprobs(self, samples: list[Sample], learner: Learner) -> list[Sample]:
-        """Returns the samples with `old_logprobs`, which clipped ratios are relative to: unless the config says
-        `sampler`, the trainer's own before the update, since a sampler's differ by more than narrow bounds allow (by
-        0.01 in bfloat16).
+        """Returns the samples with `old_logprobs`, which clipped ratios are relative to: unless the
+        config says `sampler`, the trainer's own before the update, since a sampler's differ by more
+        than narrow bounds allow (by 0.01 in bfloat16).
 
-        The first batch uses those of its own pass ("current"), unless there are several epochs. A forward pass gives
-        the others theirs first, batch by batch as in training, so that rounding is the same.
+        The first batch uses those of its own pass ("current"), unless there are several epochs. A
+        forward pass gives the others theirs first, batch by batch as in training, so that rounding
+        is the same.
         """
         if self.old_logprobs == "sampler":
             return samples

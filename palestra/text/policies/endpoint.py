@@ -138,7 +138,8 @@ async def prompt_logprobs(endpoint: Endpoint, token_ids: Sequence[int]) -> np.nd
             )
         return logprobs
 
-    return np.asarray(await request_answer(endpoint, endpoint.text_completions_url, fields, parse), np.float32)
+    url = endpoint.text_completions_url
+    return np.asarray(await request_answer(endpoint, url, fields, parse), np.float32)
 
 
 def _read(response: Any, token_ids: Sequence[int]) -> np.ndarray | None:

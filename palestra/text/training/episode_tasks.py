@@ -123,8 +123,11 @@ class EpisodeDispatcher:
         be held."""
         self.num_slices += 1
         name = f"slice-{self.num_slices}"
-        named = replace(task, name=name, settings=versions.settings, members=versions.members, output_member=name)
-        done = await self.backend.run_task(named)
+        settings = versions.settings
+        members = versions.members
+        done = await self.backend.run_task(
+            replace(task, name=name, settings=settings, members=members, output_member=name)
+        )
         assert isinstance(done.result, EpisodesResult) and done.folder is not None
         worker_stats.merge(done.result.worker_stats)
         self.wall_s = self.wall_s + done.seconds
