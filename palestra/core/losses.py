@@ -162,7 +162,7 @@ def importance_weight(
     if mode in ("sequence_truncate", "sequence_mask"):
         if sequence_M is None:
             raise ValueError(f"importance_mode: {mode} needs the number of each token's sequence")
-        gap_M = _sequence_sum(gap_M, sequence_M)
+        gap_M = sequence_sum(gap_M, sequence_M)
     ratio_M = torch.exp(gap_M)
     outside_M = (ratio_M > cap) | (ratio_M < floor)
     if mode in ("token_truncate", "sequence_truncate"):
@@ -357,11 +357,11 @@ def _sequence_gap(tokens: LossInputs, sequence_M: Tensor, mask_M: Tensor | None)
     if mask_M is None:
         mask_M = tokens.weight_M
     # not a product with the mask: an infinite gap of an unmarked token would give NaN
-    sum_M = _sequence_sum(torch.where(mask_M != 0, gap_M, 0.0), sequence_M)
-    return sum_M / _sequence_sum((mask_M != 0).to(gap_M.dtype), sequence_M).clamp(min=1)
+    sum_M = sequence_sum(torch.where(mask_M != 0, gap_M, 0.0), sequence_M)
+    return sum_M / sequence_sum((mask_M != 0).to(gap_M.dtype), sequence_M).clamp(min=1)
 
 
-def _sequence_sum(value_M: Tensor, sequence_M: Tensor) -> Tensor:
+def sequence_sum(value_M: Tensor, sequence_M: Tensor) -> Tensor:
     """Returns the sum of the values of each token's sequence [M]."""
     count = int(sequence_M.max()) + 1 if len(sequence_M) else 0
     return value_M.new_zeros(count).index_add_(0, sequence_M, value_M)[sequence_M]

@@ -9,8 +9,7 @@ import asyncio
 import os
 import re
 import ssl
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -119,22 +118,15 @@ class AttemptFailed(Exception):
 
 @dataclass(frozen=True)
 class RetryingClient:
-    """HTTP client for one answer, with retries. Each answer has its own client, so that none waits for another's
-    connections. `errors` collects the errors so far."""
+    """HTTP client for one answer, with retries. `errors` collects the errors so far."""
 
     endpoint: Endpoint
     client: httpx.AsyncClient
     errors: list[str]
 
-    async def complete(self, messages: Sequence[Json], **settings: Any) -> Json:
-        """Returns the message of the endpoint's first choice, with retries. Raises EndpointError if all attempts fail,
-        ValueError if the key is missing."""
-        body = {"messages": list(messages), **settings}
-        return cast("Json", await self.request(self.endpoint.completions_url, body, _message))
-
     async def request(self, url: str, fields: Json, parse: Callable[[httpx.Response], Any]) -> Any:
-        """Returns what `parse` reads from the response to a request with the JSON `fields`, with retries, also where it
-        returns None. Raises as `complete` does."""
+        """Returns what `parse` reads from the response to the JSON `fields`, with retries, also
+        where it returns None. Raises EndpointError if all attempts fail."""
         endpoint = self.endpoint
         body = {"model": endpoint.model, **fields, **endpoint.body}
         policy = RetryPolicy(endpoint.backoff, MAX_PAUSE_S, max_attempts=endpoint.retries + 1, jitter=JITTER)
@@ -190,22 +182,24 @@ class RetryingClient:
         return _httpx().Response(response.status_code, headers=headers, content=bytes(content))
 
 
-@asynccontextmanager
-async def open_client(endpoint: Endpoint, errors: list[str]) -> AsyncIterator[RetryingClient]:
-    """Opens an HTTP client for one answer; errors are appended to `errors`."""
-    async with _httpx().AsyncClient(timeout=endpoint.timeout, verify=_certificates()) as client:
-        yield RetryingClient(endpoint, client, errors)
-
-
 async def complete(endpoint: Endpoint, messages: Sequence[Json], **settings: Any) -> Json:
-    """Returns the endpoint's message within `endpoint.limit` seconds; see `RetryingClient.complete`. Raises
-    EndpointError otherwise."""
-    faults: list[str] = []
+    """Returns the message of the endpoint's first choice; raises as `request_answer` does."""
+    body = {"messages": list(messages), **settings}
+    return cast("Json", await request_answer(endpoint, endpoint.completions_url, body, _message))
+
+
+async def request_answer(endpoint: Endpoint, url: str, fields: Json, parse: Callable[[httpx.Response], Any]) -> Any:
+    """Returns what `parse` reads from the response to the JSON `fields`, within `endpoint.limit`
+    seconds. Raises EndpointError if there is no answer, ValueError if the key is missing. Each
+    answer has its own client, so that none waits for another's connections."""
+    errors: list[str] = []
+    opened = _httpx().AsyncClient(timeout=endpoint.timeout, verify=_certificates())
     try:
-        async with asyncio.timeout(endpoint.limit), open_client(endpoint, faults) as line:
-            return await line.complete(messages, **settings)
+        async with asyncio.timeout(endpoint.limit), opened as client:
+            return await RetryingClient(endpoint, client, errors).request(url, fields, parse)
     except TimeoutError:
-        raise endpoint_error(endpoint, f"gave no answer within limit: {endpoint.limit:g} seconds", faults) from None
+        what = f"gave no answer within limit: {endpoint.limit:g} seconds"
+        raise endpoint_error(endpoint, what, errors) from None
 
 
 def _reason(endpoint: Endpoint, response: httpx.Response) -> str:

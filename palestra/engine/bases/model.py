@@ -18,6 +18,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -38,7 +39,7 @@ from palestra.engine.forward.length_limit import limit_length, use_long_factors
 from palestra.engine.forward.plain import PlainPath
 from palestra.engine.forward.quantized import Quantization, quantize_model
 from palestra.engine.forward.routing_replay import ReplayedExperts, Router, find_routers, replay_experts
-from palestra.engine.forward.tree_attention import TreeLayout
+from palestra.engine.forward.tree_attention import Forest, TreeLayout
 from palestra.engine.lora.adapters import find_linear_layers, own_output
 from palestra.engine.lora.variants import call_by_blocks, replaceable_modules
 
@@ -327,6 +328,13 @@ class Engine:
         if fewer and not narrow:
             hidden_MH = hidden_MH.index_select(0, keep_M)
         return hidden_MH
+
+    def forest_states(self, forest: Forest, route: AdapterRoute | None, keep_M: np.ndarray) -> Tensor:
+        """Returns the last hidden states [M, width] of a forest's rows `keep_M`, which must rise."""
+        ids_S = self.tensor(forest.ids_S)
+        positions_S = self.tensor(forest.positions_S)
+        layout = TreeLayout(forest, self.device)
+        return self.hidden_states(ids_S, positions_S, layout, route, self.tensor(keep_M))
 
     def head_logits(self, hidden_MH: Tensor, route: AdapterRoute | None) -> Tensor:
         """Returns the logits [M, V] of last hidden states, computed by the model itself: some models scale or cap the

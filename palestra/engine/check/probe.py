@@ -7,8 +7,7 @@ maintained.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -93,18 +92,6 @@ AttentionInterface.register(PROBE, _record)
 AttentionMaskInterface.register(PROBE, _span)
 
 
-@contextlib.contextmanager
-def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Context in which `model` uses the attention function `name`."""
-    before = [(config, config._attn_implementation) for config in _configs(model)]
-    set_attention(model, name)
-    try:
-        yield
-    finally:
-        for config, old in before:
-            config._attn_implementation = old
-
-
 def set_attention(model: PreTrainedModel, name: str) -> None:
     """Makes every part of `model` use the attention function `name` from now on."""
     for config in _configs(model):
@@ -131,10 +118,11 @@ def probe_attention(model: PreTrainedModel) -> AttentionShape:
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedAttention("its code does not take an attention function")
     ids = torch.arange(PROBE_TOKENS, device=next(model.parameters()).device)[None]
+    before = [(config, config._attn_implementation) for config in _configs(model)]
+    set_attention(model, PROBE)
     _calls.clear()
     try:
-        with attention_implementation(model, PROBE):
-            decoder_of(model)(input_ids=ids, position_ids=ids, use_cache=False, layout=None, keep_M=None)
+        decoder_of(model)(input_ids=ids, position_ids=ids, use_cache=False, layout=None, keep_M=None)
         return _shape(list(_calls))
     except UnsupportedAttention:
         raise
@@ -144,6 +132,8 @@ def probe_attention(model: PreTrainedModel) -> AttentionShape:
         ) from error
     finally:
         _calls.clear()
+        for config, old in before:
+            config._attn_implementation = old
 
 
 def _shape(calls: list[_Call]) -> AttentionShape:

@@ -31,7 +31,6 @@ from palestra.engine.cache.kv_cache import KVCache
 from palestra.engine.check.probe import UnsupportedAttention, restore_forwards, set_attention
 from palestra.engine.check.reduced_model import reduced_model
 from palestra.engine.check.reference_results import NUM_DECODED, Case, Expected, own_results
-from palestra.engine.forward.plain import select_sequences
 from palestra.engine.forward.tree_attention import TreeLayout, build_forest, concat_forests
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.routes import AdapterStack, MultiAdapterRoute, SingleAdapterRoute, SnapshotRoute
@@ -94,7 +93,10 @@ def choose_engine(model: PreTrainedModel, base: str, build: BuildEngine) -> Engi
     if known:
         reasons += filter(None, [known.reason])
         ways = [known.way]
-    if not subjects.runs(reasons):
+    try:
+        subjects.own(long=False)
+    except Failure as error:
+        reasons.append(str(error))
         ways = []
     for way in ways:
         try:
@@ -160,15 +162,6 @@ class _Subjects:
         self.model = model
         self._own: dict[bool, Expected] = {}
         self._small: dict[int, tuple[PreTrainedModel, Expected] | None] = {}
-
-    def runs(self, reasons: list[str]) -> bool:
-        """Returns whether the model's own forward runs; adds the error to `reasons` if not."""
-        try:
-            self.own(long=False)
-        except Failure as error:
-            reasons.append(str(error))
-            return False
-        return True
 
     def own(self, *, long: bool) -> Expected:
         """Returns the model's own results. Raises Failure if its own forward fails."""
@@ -346,7 +339,7 @@ def _plain_logits(
         logits_BV, cache = path.prefill(engine.tensor(first.prompt)[None], route)
         logits_BV = logits_BV.expand(len(numbers), -1)
         if cache is not None:
-            cache = select_sequences(cache, engine.tensor([0] * len(numbers)))
+            cache.reorder_cache(engine.tensor([0] * len(numbers)))
         for step in range(NUM_DECODED + 1):
             position = len(first.prompt) + step - 1
             for row, number in enumerate(numbers):

@@ -55,7 +55,6 @@ class CommonCalls:
     """Calls in the form in which envs get them, that of Hermes and Qwen (`palestra.core.chat`)."""
 
     def read(self, text: str, tools: Sequence[Json]) -> FoundCalls:
-        """Returns the content and the calls of an answer."""
         message = parse_assistant_message(text)
         content = message["content"]
         return FoundCalls(content, tool_calls_of(message), TOOL_CALL_PATTERN.findall(content))
@@ -77,7 +76,6 @@ class MarkedCalls(ABC):
         they cannot be read."""
 
     def read(self, text: str, tools: Sequence[Json]) -> FoundCalls:
-        """Returns the content and the calls of an answer."""
         content = list[str]()
         calls = list[ToolCall]()
         unreadable = list[str]()
@@ -111,7 +109,6 @@ class JsonCalls(MarkedCalls):
     arguments_key: str
 
     def read_at(self, text: str, found: re.Match[str], tools: Sequence[Json]) -> tuple[list[ToolCall], int]:
-        """Returns the calls that begin with the mark `found`, and the index at which they end."""
         value, end = _decode(text, found.end())
         values = value if isinstance(value, list) else [value]
         while following := re.compile(r"\s*[,;]?\s*(?=\{)").match(text, end):  # several objects after one mark
@@ -130,7 +127,6 @@ class NamedCalls(MarkedCalls):
     """Calls as a name with a JSON object of arguments."""
 
     def read_at(self, text: str, found: re.Match[str], tools: Sequence[Json]) -> tuple[list[ToolCall], int]:
-        """Returns the call that begins with the mark `found`, and the index at which its arguments end."""
         value, end = _decode(text, found.end())
         return [ToolCall(found["name"], _mapping(value))], end
 
@@ -143,7 +139,6 @@ class ElementCalls(MarkedCalls):
     element: re.Pattern[str]
 
     def read_at(self, text: str, found: re.Match[str], tools: Sequence[Json]) -> tuple[list[ToolCall], int]:
-        """Returns the call that begins with the mark `found`, and the index at which its last argument ends."""
         types = _parameter_types(found["name"], tools)
         arguments: Json = {}
         end = found.end()
@@ -206,7 +201,6 @@ class ResponseTemplateCalls:
     closed: str = ""
 
     def read(self, text: str, tools: Sequence[Json]) -> FoundCalls:
-        """Returns the content and the calls of an answer."""
         if self.opened and text.count(self.opened) > text.count(self.closed):
             return FoundCalls(text.partition(self.opened)[0], [], [text.partition(self.opened)[2]])
         try:

@@ -141,13 +141,6 @@ class PlainPath:
         return logits_BV, cache
 
 
-def select_sequences(cache: Any, index: Tensor) -> Any:
-    """Returns the cache of the sequences `index` [n] (an index may occur several times). `cache` is changed in place
-    and must not be used again."""
-    cache.reorder_cache(index)
-    return cache
-
-
 def _covering(forest: Forest, wanted_S: np.ndarray) -> list[UnrolledPath]:
     """Returns sequences of the forest that contain all wanted tokens, each of which is read from one of them. Clears
     `wanted_S`."""

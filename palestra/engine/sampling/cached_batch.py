@@ -187,9 +187,7 @@ class CachedBatch(LiveBatch):
     def preempt(self, rows: Sequence[LiveSequence]) -> None:
         self._unplace(rows)
         self.rows = without(self.rows, rows)
-        for row in rows:
-            row.group.preempted = sorted([*row.group.preempted, row], key=lambda row: row.sibling)
-        self.counts["preempted_answers"] += len(rows)
+        self._note_preempted(rows)
         self._regroup(rows)
 
     @property
@@ -235,7 +233,9 @@ class CachedBatch(LiveBatch):
             answers[group.prompt_key] += group.num_starting
         slots = self.cache.allocate_prompts([g.prompt_length for g in alone], [answers[g.prompt_key] for g in alone])
         try:
-            logits_NV = self._prefill_into(slots, alone)
+            starts = [self._reuse(slot, group) for slot, group in zip(slots, alone, strict=True)]
+            ids = [g.request.prompt_ids[start:] for g, start in zip(alone, starts, strict=True)]
+            logits_NV = self._fill(slots, starts, ids, alone)
         except Exception:
             self.cache.zero(slots)
             self.cache.free(slots)
@@ -248,13 +248,6 @@ class CachedBatch(LiveBatch):
             group.prompt, group.first_logits_V = prompts[group.prompt_key]
             group.prompt.num_groups += 1
         self.counts["reused_tokens"] += sum(g.prompt_length for g in groups) - sum(g.prompt_length for g in alone)
-
-    def _prefill_into(self, slots: list[CacheSlot], groups: list[SequenceGroup]) -> Tensor:
-        """Writes the keys and values of the prompts of `groups` to `slots`; returns the logits [N, V] after each
-        prompt."""
-        starts = [self._reuse(slot, group) for slot, group in zip(slots, groups, strict=True)]
-        ids = [g.request.prompt_ids[start:] for g, start in zip(groups, starts, strict=True)]
-        return self._fill(slots, starts, ids, groups)
 
     def _fill(
         self,

@@ -142,6 +142,12 @@ class LiveBatch(ABC):
                 live.append(row)
         return live
 
+    def _note_preempted(self, rows: Sequence[LiveSequence]) -> None:
+        """Notes live rows that were removed before their end as `preempted` in their groups."""
+        for row in rows:
+            row.group.preempted = sorted([*row.group.preempted, row], key=lambda row: row.sibling)
+        self.counts["preempted_answers"] += len(rows)
+
     def _stops(self, row: LiveSequence, token: int, end: bool) -> tuple[bool, deque[int]]:
         """Returns whether `token` ends the answer, and the row's tail including that token."""
         sampling = row.group.request.sampling

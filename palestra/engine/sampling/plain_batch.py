@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from palestra.engine.bases.model import Engine
-from palestra.engine.forward.plain import PlainPath, select_sequences
+from palestra.engine.forward.plain import PlainPath
 from palestra.engine.lora.adapters import RowOrder
 from palestra.engine.lora.routes import SnapshotRoute
 from palestra.engine.sampling.live_batch import LiveBatch, without
@@ -96,7 +96,8 @@ class PlainBatch(LiveBatch):
         logits_BV, cache = self._path.prefill(self.engine.tensor(ids_BT), _route(groups[0]))
         self.counts["prefill_tokens"] += ids_BT.size
         self.counts["reused_tokens"] += sum(group.prompt_length for group in groups) - ids_BT.size
-        cache = None if cache is None else select_sequences(cache, index)
+        if cache is not None:
+            cache.reorder_cache(index)  # an index may occur several times
         return Cohort(rows, cache), logits_BV.index_select(0, index)
 
     def decode(self, rows: Sequence[LiveSequence]) -> None:
@@ -142,7 +143,7 @@ class PlainBatch(LiveBatch):
         index = self.engine.tensor([i for i, row in enumerate(cohort.rows) if row in set(rows)])
         cohort.rows = rows
         if rows and cohort.cache is not None:
-            cohort.cache = select_sequences(cohort.cache, index)
+            cohort.cache.reorder_cache(index)
 
     def remove_finished(self) -> list[SequenceGroup]:
         rows = self._over
@@ -166,9 +167,7 @@ class PlainBatch(LiveBatch):
 
     def preempt(self, rows: Sequence[LiveSequence]) -> None:
         self._leave(rows)
-        for row in rows:
-            row.group.preempted = sorted([*row.group.preempted, row], key=lambda row: row.sibling)
-        self.counts["preempted_answers"] += len(rows)
+        self._note_preempted(rows)
 
 
 def _length(row: LiveSequence) -> int:

@@ -22,7 +22,7 @@ from palestra.core.types import Sample
 from palestra.engine.bases.model import Engine
 from palestra.engine.forward.flat_row import packs
 from palestra.engine.forward.logits import row_chunks, widen
-from palestra.engine.forward.tree_attention import Forest, TreeLayout, build_forest, concat_forests
+from palestra.engine.forward.tree_attention import Forest, build_forest, concat_forests
 from palestra.engine.lora.adapters import RowOrder, Snapshot, row_order
 from palestra.engine.lora.routes import AdapterStack, MultiAdapterRoute
 from palestra.engine.sampling.request import check_prompt, check_top_logprobs
@@ -123,7 +123,8 @@ def _score(engine: Engine, questions: list[ScoreRequest]) -> list[ScoreResult]:
         forests.append(build_forest([q.ids[: max(1, len(q.ids) - 1)].astype(np.int64) for q in block]))
     adapters = [block[0].adapter for block in blocks]
     sizes = [len(forest.ids_S) for forest in forests]
-    hidden_SH = _hidden_states(engine, concat_forests(forests), _route(engine, adapters, sizes))
+    every = np.arange(sum(sizes))
+    hidden_SH = engine.forest_states(concat_forests(forests), _route(engine, adapters, sizes), every)
     rows = zip(blocks, forests, hidden_SH.split(sizes), strict=True)
     return list(chain.from_iterable(_read(engine, block, forest, part_SH) for block, forest, part_SH in rows))
 
@@ -136,14 +137,6 @@ def _route(engine: Engine, adapters: Sequence[Snapshot | None], counts: Sequence
         return None
     adapters, counts = zip(*used, strict=True)
     return MultiAdapterRoute(AdapterStack(adapters, engine.linear_layers), counts)
-
-
-def _hidden_states(engine: Engine, forest: Forest, route: MultiAdapterRoute | None) -> Tensor:
-    """Returns the last hidden states [S, H] of a forest."""
-    ids_S = engine.tensor(forest.ids_S)
-    positions_S = engine.tensor(forest.positions_S)
-    every = engine.tensor(np.arange(len(forest.ids_S)))
-    return engine.hidden_states(ids_S, positions_S, TreeLayout(forest, engine.device), route, every)
 
 
 def _read(engine: Engine, questions: Sequence[ScoreRequest], forest: Forest, hidden_SH: Tensor) -> list[ScoreResult]:

@@ -20,7 +20,7 @@ from palestra.core.losses import TensorMetrics
 from palestra.core.types import Datum
 from palestra.engine.bases.model import Engine
 from palestra.engine.forward.logits import widen
-from palestra.engine.forward.tree_attention import TreeLayout, build_forest
+from palestra.engine.forward.tree_attention import build_forest
 from palestra.engine.lora.adapters import Snapshot
 from palestra.engine.lora.routes import AdapterStack, MultiAdapterRoute
 from palestra.engine.training.multi_adapter import JobLossInputs
@@ -101,11 +101,7 @@ class _Reference:
         paths = zip(lessons, forest.paths, strict=True)
         read = np.concatenate([path[len(x.reference_prompt) - 1 :] for x, path in paths])
         keep, row_A = np.unique(read, return_inverse=True)
-        ids_S = engine.tensor(forest.ids_S)
-        positions_S = engine.tensor(forest.positions_S)
-        layout = TreeLayout(forest, engine.device)
-        route = self._route(len(forest.ids_S))
-        hidden_RH = engine.hidden_states(ids_S, positions_S, layout, route, engine.tensor(keep))
+        hidden_RH = engine.forest_states(forest, self._route(len(forest.ids_S)), keep)
         self.hidden_AH = hidden_RH.index_select(0, engine.tensor(row_A))
 
     @torch.no_grad()

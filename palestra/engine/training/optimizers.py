@@ -53,10 +53,6 @@ class MuonAndAdamW:
         for part in self._parts:
             part.step()
 
-    def zero_grad(self, *, set_to_none: bool = True) -> None:
-        for part in self._parts:
-            part.zero_grad(set_to_none=set_to_none)
-
     def state_dict(self) -> dict[str, Any]:
         known = self.state
         state = {number: known[p] for number, p in enumerate(self._order) if p in known}

@@ -20,7 +20,7 @@ from palestra.core.losses import LossFunction, LossInputs
 from palestra.core.types import Metrics
 from palestra.engine.bases.model import Engine
 from palestra.engine.forward.flat_row import packs
-from palestra.engine.forward.tree_attention import Forest, TreeLayout, concat_forests
+from palestra.engine.forward.tree_attention import Forest, concat_forests
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.routes import BlockRoute, SingleAdapterRoute
 from palestra.engine.lora.variants import Dropout
@@ -145,7 +145,4 @@ def hidden_of_blocks(
     sizes = [len(forest.ids_S) for forest in forests]
     starts = np.cumsum([0, *sizes[:-1]])
     keep_C = np.concatenate([start + kept for start, kept in zip(starts, rows, strict=True)])
-    flat = concat_forests(forests)
-    ids_S, positions_S = engine.tensor(flat.ids_S), engine.tensor(flat.positions_S)
-    layout = TreeLayout(flat, engine.device)
-    return engine.hidden_states(ids_S, positions_S, layout, BlockRoute(adapters, sizes), engine.tensor(keep_C))
+    return engine.forest_states(concat_forests(forests), BlockRoute(adapters, sizes), keep_C)

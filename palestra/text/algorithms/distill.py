@@ -25,7 +25,7 @@ from torch import Tensor
 from palestra.core.losses import LossFunction, LossInputs, TensorMetrics, correct_mismatch, importance_sampling_loss
 from palestra.core.types import AlgorithmState, Episode, Metrics, Node, Sample, Seat
 from palestra.text.algorithms.base import TextAlgorithm, build_sample
-from palestra.text.credit.importance import ImportanceSampling, add_old_logprobs
+from palestra.text.credit.importance import ImportanceSampling
 from palestra.text.learners.base import Learner
 from palestra.text.rollouts.metrics import member_name
 from palestra.text.rollouts.tree_rollout import Branching
@@ -119,7 +119,7 @@ class Distill(ImportanceSampling, TextAlgorithm):
             advantages = (logp - row.logprobs).astype(np.float32)
             row.node.advantages[row.seat] = float(advantages.mean())
             credited.append(replace(row, advantages=advantages, reference_logprobs=logp))
-        return (await add_old_logprobs(credited, learner) if self.old_logprobs == "trainer" else credited), {}
+        return await self.add_old_logprobs(credited, learner), {}
 
 
 def distillation_loss(tokens: LossInputs, **importance: Any) -> tuple[Tensor, TensorMetrics]:

@@ -33,7 +33,6 @@ from palestra.text.credit.estimators import (
     state_advantages,
     turn_advantages,
 )
-from palestra.text.credit.importance import add_old_logprobs
 from palestra.text.learners.base import Learner
 from palestra.text.rollouts.metrics import member_name
 
@@ -147,7 +146,7 @@ class GRPO(GRPOConfig):
             return samples, {}
         if self._kl_in_loss:
             samples = await add_reference_logprobs(samples, learner)
-        return (await add_old_logprobs(samples, learner) if self.old_logprobs == "trainer" else samples), {}
+        return await self.add_old_logprobs(samples, learner), {}
 
     def _flat_groups(self, episodes: Sequence[Episode], policy: str) -> list[bool]:
         """Returns for each group whether its rewards are equal when the KL penalty is left out. Its advantages then

@@ -27,11 +27,12 @@ from palestra.core.losses import (
     actor_critic_loss,
     clipped_policy_loss,
     policy_gradient_loss,
+    sequence_sum,
 )
 from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat, is_sampled, num_sampled
 from palestra.text.algorithms.base import TextAlgorithm, build_sample
 from palestra.text.credit.estimators import explained_variance, gae, standardise
-from palestra.text.credit.importance import ImportanceSampling, add_old_logprobs
+from palestra.text.credit.importance import ImportanceSampling
 from palestra.text.learners.base import Learner
 from palestra.text.rollouts.metrics import member_name
 from palestra.text.rollouts.tree_rollout import Branching
@@ -98,8 +99,7 @@ def with_answer_ratios(tokens: LossInputs) -> LossInputs:
     if sequence_M is None:
         raise ValueError("the ratio of an answer needs the number of each token's sequence")
     gap_M = (tokens.logp_M - tokens.old_logp_M).detach()
-    count = int(sequence_M.max()) + 1 if len(sequence_M) else 0
-    others_M = gap_M.new_zeros(count).index_add_(0, sequence_M, gap_M)[sequence_M] - gap_M
+    others_M = sequence_sum(gap_M, sequence_M) - gap_M
     sampler_M = None if tokens.sampler_logp_M is None else tokens.sampler_logp_M - others_M
     return tokens._replace(old_logp_M=tokens.old_logp_M - others_M, sampler_logp_M=sampler_M)
 
@@ -338,7 +338,7 @@ class PPO(ImportanceSampling, TextAlgorithm):
         if self.normalize_advantages:
             advantages_M = standardise(advantages_M)
         taught = _with_credit(turns, advantages_M, values_M, returns_M, level)
-        return (await add_old_logprobs(taught, learner) if self.old_logprobs == "trainer" else taught), metrics
+        return await self.add_old_logprobs(taught, learner), metrics
 
     def _penalty(self, gaps_M: np.ndarray, sequences: int, state: AlgorithmState) -> tuple[float, Metrics]:
         """Returns the KL coefficient of this step and metrics; stores the next coefficient in `state` if it adapts."""

@@ -26,7 +26,7 @@ from palestra.text.algorithms.reward_model import scoring_sample
 from palestra.text.build.engines import Engines, build_engines
 from palestra.text.build.policy_resolver import PolicyResolver, make_policy, stage_resolver, stage_scorers, teachers_of
 from palestra.text.config import TextConfig
-from palestra.text.learners.lm import LanguageLearner, Scorer
+from palestra.text.learners.lm import CriticKind, LanguageLearner, Scorer
 from palestra.text.learners.lm_config import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig
 from palestra.text.policies.in_flight import InFlightPolicy
 from palestra.text.rollouts.dataset import DataFile, read_data
@@ -67,7 +67,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
         engines.check_supported(part.algorithm.loss, part.algorithm.loss_options, seen, config.eval_sampling)
     critic = critic_kind(parts, used)
     learners = {
-        name: engines.build_learner(name, policy, derive_seed(config.seed, "adapter", name), **critic)
+        name: engines.build_learner(name, policy, derive_seed(config.seed, "adapter", name), critic)
         for name, policy in parts[0].policies.items()
         if name in used and isinstance(policy, LoraPolicyConfig | FullPolicyConfig)
     }
@@ -295,10 +295,10 @@ def make_episode_runner(env: dict[str, Any], name: str, max_steps: int = 1000) -
     return EpisodeRunner(env_factory(env), name, max_steps=max_steps)
 
 
-def critic_kind(parts: Sequence[TextConfig], used: Collection[str]) -> dict[str, bool]:
-    """Returns the arguments of `build_learner` that select a critic; `used` are the policies that play. Raises
-    ValueError if stages select different critics, or if a central critic would read prompts of policies on different
-    bases."""
+def critic_kind(parts: Sequence[TextConfig], used: Collection[str]) -> CriticKind:
+    """Returns the kind of the learners' critic; `used` are the policies that play. Raises ValueError
+    if stages select different critics, or if a central critic would read prompts of policies on
+    different bases."""
     separate = {part.algorithm.has_separate_critic for part in parts if part.algorithm.needs_critic}
     if len(separate) > 1:
         raise ValueError(
@@ -313,7 +313,9 @@ def critic_kind(parts: Sequence[TextConfig], used: Collection[str]) -> dict[str,
                 f"critic: central reads the tokens of all seats, and {' and '.join(bases)} are on different bases "
                 f"({', '.join(dict.fromkeys(bases.values()))}): use one base, or critic: separate"
             )
-    return {"critic": bool(separate), "separate_critic": True in separate}
+    if not separate:
+        return "none"
+    return "separate" if True in separate else "shared"
 
 
 def check_sampling_masks(parts: Sequence[TextConfig], trained: Collection[str]) -> None:
@@ -466,6 +468,6 @@ def _load(path: str, engines: Engines) -> LanguageLearner:
         )
     policy = config.policies[name]
     assert isinstance(policy, LoraPolicyConfig | FullPolicyConfig)
-    judge = engines.build_learner(name, policy, 0, critic=True)
+    judge = engines.build_learner(name, policy, 0, "shared")
     judge.load(checkpoint.path / checkpoint.names[name])
     return judge

@@ -19,7 +19,7 @@ from palestra.text.build import build as text
 from palestra.text.build.engines import Engines
 from palestra.text.build.rollout_worker import RolloutWorker
 from palestra.text.config import TextConfig
-from palestra.text.learners.lm import LanguageLearner
+from palestra.text.learners.lm import CriticKind, LanguageLearner
 from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
 from palestra.text.policies.lm import LanguagePolicy, SamplerProtocol
 from palestra.text.policy_configs import FrozenConfig
@@ -179,14 +179,11 @@ class RayEngines(DriverEngines):
         name: str,
         config: LoraPolicyConfig | FullPolicyConfig,
         seed: int,
-        *,
-        critic: bool = False,
-        separate_critic: bool = False,
+        critic: CriticKind = "none",
     ) -> LanguageLearner:
         place = self._learners % len(self.trained_elsewhere)
         self._learners += 1
-        critics = {"critic": critic, "separate_critic": separate_critic}
-        self.specs[place][name] = {"config": config, "seed": seed, **critics}
+        self.specs[place][name] = {"config": config, "seed": seed, "critic": critic}
         return LanguageLearner(
             name, config, HostedWeights(self.trained_elsewhere[place], name), NoSampler(), tokenizer_of(config.base)
         )

@@ -22,7 +22,7 @@ from palestra.engine.training.peft_format import load_adapter, note_other_base, 
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.parallel.torch_group import join_process_group
 from palestra.text.config import TextConfig
-from palestra.text.learners.lm import LanguageLearner, build_weights
+from palestra.text.learners.lm import CriticKind, LanguageLearner, build_weights
 from palestra.text.learners.lm_config import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig, autocast_dtype
 from palestra.text.learners.separate_critic import SeparateCriticWeights
 from palestra.text.policies.lm import LanguagePolicy, SamplerProtocol
@@ -184,12 +184,10 @@ class Engines:
         name: str,
         config: LoraPolicyConfig | FullPolicyConfig,
         seed: int,
-        *,
-        critic: bool = False,
-        separate_critic: bool = False,
+        critic: CriticKind = "none",
     ) -> LanguageLearner:
-        """Returns a new learner for policy `name`, with a value head if it needs a `critic`, or a critic of its own.
-        Raises ValueError for a full model with remote samplers: only adapters are sent to them."""
+        """Returns a new learner for policy `name`, with its critic. Raises ValueError for a full model
+        with remote samplers: only adapters are sent to them."""
         full = isinstance(config, FullPolicyConfig)
         if full and self.remote_samplers:
             raise ValueError(
@@ -200,8 +198,8 @@ class Engines:
         self._note_base(name, config, engine)
         weights = (
             SeparateCriticWeights(config, engine, seed=seed, group=self.ranks)
-            if separate_critic
-            else build_weights(config, engine, seed=seed, critic=critic, group=self.ranks)
+            if critic == "separate"
+            else build_weights(config, engine, seed=seed, critic=critic == "shared", group=self.ranks)
         )
         self._agree(name, config, weights.adapter, engine, sampler)
         return LanguageLearner(name, config, weights, sampler, engine.tokenizer)

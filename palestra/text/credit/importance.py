@@ -3,7 +3,6 @@ GRPO, PPO and distillation share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
 
@@ -70,19 +69,20 @@ class ImportanceSampling(StrictModel):
             options["importance_floor"] = self.importance_floor
         return options | ({"importance_mode": self.importance_mode} if self.importance_mode != "token_truncate" else {})
 
+    async def add_old_logprobs(self, samples: list[Sample], learner: Learner) -> list[Sample]:
+        """Returns the samples with `old_logprobs`, which clipped ratios are relative to: unless the
+        config says `sampler`, the trainer's own before the update, since a sampler's differ by more
+        than narrow bounds allow (by 0.01 in bfloat16).
 
-async def add_old_logprobs(samples: Sequence[Sample], learner: Learner) -> list[Sample]:
-    """Returns the samples with `old_logprobs`, which clipped ratios are relative to: the trainer's
-    own before the update, since a sampler's differ by more than narrow bounds allow (by 0.01 in
-    bfloat16).
-
-    The first batch uses those of its own pass ("current"), unless there are several epochs. A
-    forward pass gives the others theirs first, batch by batch as in training, so that rounding is
-    the same.
-    """
-    found: dict[int, np.ndarray] = {}
-    for batch in learner.batches(samples)[1:]:
-        trained = [sample for sample in batch if sample.has_gradient]
-        if id(trained[0]) not in found:  # a later epoch has the same batches
-            found |= zip(map(id, trained), await learner.logprobs(trained), strict=True)
-    return [replace(sample, old_logprobs=found.get(id(sample), "current")) for sample in samples]
+        The first batch uses those of its own pass ("current"), unless there are several epochs. A
+        forward pass gives the others theirs first, batch by batch as in training, so that rounding
+        is the same.
+        """
+        if self.old_logprobs == "sampler":
+            return samples
+        found: dict[int, np.ndarray] = {}
+        for batch in learner.batches(samples)[1:]:
+            trained = [sample for sample in batch if sample.has_gradient]
+            if id(trained[0]) not in found:  # a later epoch has the same batches
+                found |= zip(map(id, trained), await learner.logprobs(trained), strict=True)
+        return [replace(sample, old_logprobs=found.get(id(sample), "current")) for sample in samples]

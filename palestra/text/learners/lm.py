@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
 from palestra.text.policies.lm import LanguagePolicy, SamplerProtocol
 
+# a value head on the policy's features, or an adapter of its own with one
+CriticKind = Literal["none", "shared", "separate"]
 # samples -> log-probabilities [T] of each one's tokens under a teacher
 Scorer = Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]]
 

@@ -19,7 +19,7 @@ from palestra.core.http.chat_client import (
     RequestRefused,
     complete,
     endpoint_error,
-    open_client,
+    request_answer,
 )
 from palestra.core.types import Answer, Sample
 from palestra.text.policies.base import Query, chat_messages, request_error
@@ -126,7 +126,6 @@ async def prompt_logprobs(endpoint: Endpoint, token_ids: Sequence[int]) -> np.nd
     """Returns log-probabilities [P - 1] float32 of `token_ids[1:]`. Raises EndpointError if the endpoint gives no
     answer, or one without them."""
     fields = {"prompt": list(token_ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-    faults: list[str] = []
 
     def parse(response: Any) -> np.ndarray:
         logprobs = _read(response, token_ids)
@@ -139,11 +138,8 @@ async def prompt_logprobs(endpoint: Endpoint, token_ids: Sequence[int]) -> np.nd
             )
         return logprobs
 
-    try:
-        async with asyncio.timeout(endpoint.limit), open_client(endpoint, faults) as client:
-            return np.asarray(await client.request(endpoint.text_completions_url, fields, parse), np.float32)
-    except TimeoutError:
-        raise endpoint_error(endpoint, f"gave no answer within limit: {endpoint.limit:g} seconds", faults) from None
+    url = endpoint.text_completions_url
+    return np.asarray(await request_answer(endpoint, url, fields, parse), np.float32)
 
 
 def _read(response: Any, token_ids: Sequence[int]) -> np.ndarray | None:

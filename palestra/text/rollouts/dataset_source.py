@@ -237,12 +237,11 @@ def _max_tokens(policy: Policy) -> int | None:
 def _most_tokens(episode: Episode) -> int:
     """Returns a bound on the tokens of an episode's longest prompt and answer: a token stands for a byte at least, and
     the chat template's marks of a message for 64."""
-    return max((_most_tokens_of(seen, answer) for seen, answer in _asked(episode)), default=0) + 64 * len(episode.nodes)
-
-
-def _asked(episode: Episode) -> Iterator[tuple[Any, Answer]]:
+    most = 0
     for node in episode.nodes:
-        yield from ((node.observations[seat], answer) for seat, answer in node.answers.items())
+        for seat, answer in node.answers.items():
+            most = max(most, _most_tokens_of(node.observations[seat], answer))
+    return most + 64 * len(episode.nodes)
 
 
 def _most_tokens_of(seen: Any, answer: Answer) -> int:

@@ -53,7 +53,7 @@ def check_logprobs(
     _check_masks(sampler, policies)
     adapters = [_random(engine, claim.lora, seed) if claim.lora else None for seed, claim in enumerate(policies)]
     if sampler.zero_adapter is None and any(adapters):
-        sampler.use_zero_adapter(_zero(engine).snapshot("base", engine.dtype))
+        sampler.zero_adapter = _zero(engine).snapshot("base", engine.dtype)
     requests = []
     for claim, adapter in zip(policies, adapters, strict=True):
         requests += _requests(engine, claim, adapter)

@@ -106,6 +106,9 @@ class VllmSampler(SamplerProtocol):
         self.timeouts = timeouts
         self.processes = processes  # keeps the server processes alive; they stop with this object
         self.loop_thread = LoopThread("vLLM client")
+        # An adapter of zeros, sent with requests for the bare base, except to palestra servers.
+        # Works around a vLLM bug (seen on 0.32 for CPUs; pull requests 48421 and 49656): in a batch
+        # with an adapter's rows, rows without an adapter got the adapter of their neighbours.
         self.zero_adapter: Snapshot | None = None
         self.failure: Exception | None = None
         self._puts: dict[str, asyncio.Task[Path]] = {}
@@ -118,14 +121,6 @@ class VllmSampler(SamplerProtocol):
         """Connects to every server and reads its models. Raises ValueError if one is unreachable or lacks the base."""
         for server in self.servers:
             self.loop_thread.run(self._meet(server))
-
-    def use_zero_adapter(self, zero: Snapshot) -> None:
-        """Sends later requests for the bare base with the all-zero adapter `zero`, except to palestra servers.
-
-        Works around a vLLM bug (seen on 0.32 for CPUs; pull requests 48421 and 49656): in a batch with an adapter's
-        rows, rows without an adapter got the adapter of their neighbours.
-        """
-        self.zero_adapter = zero
 
     async def sample(self, request: Request) -> list[Completion]:
         """Returns the `request.n` completions in order: token_ids [T] int32 and logprobs [T] float32 each.
@@ -252,7 +247,8 @@ class VllmSampler(SamplerProtocol):
         name = self.adapter_store.adapter_name(snapshot)
         if name not in self._watched:
             self._watched.add(name)
-            weakref.finalize(snapshot, self._let_go, name).atexit = False
+            unload = partial(self._unload, name)  # called on any thread
+            weakref.finalize(snapshot, self.loop_thread.run_detached, unload).atexit = False
         if name not in self._puts:
             self._puts[name] = asyncio.create_task(
                 self.adapter_store.write_async(snapshot, self.timeouts.retry_timeout_s)
@@ -284,10 +280,6 @@ class VllmSampler(SamplerProtocol):
         except ValueError as error:
             if "already been loaded" not in str(error):  # by an attempt whose response was lost
                 raise
-
-    def _let_go(self, name: str) -> None:
-        """Schedules unloading of an adapter. Called by the finalizer of its snapshot, on any thread."""
-        self.loop_thread.run_detached(partial(self._unload, name))
 
     async def _unload(self, name: str) -> None:
         self._puts.pop(name, None)

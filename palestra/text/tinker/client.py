@@ -22,7 +22,7 @@ from palestra.engine.bases.names import tokenizer_of
 from palestra.engine.conversation.report import conversation_notes
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.parallel.process_group import SINGLE_PROCESS
-from palestra.text.learners.lm import LanguageLearner
+from palestra.text.learners.lm import CriticKind, LanguageLearner
 from palestra.text.learners.lm_config import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig
 from palestra.text.policies.lm import LanguagePolicy
 from palestra.text.tinker.connection import ServiceConnection
@@ -81,13 +81,11 @@ class RemoteEngines:
         name: str,
         config: LoraPolicyConfig | FullPolicyConfig,
         seed: int,
-        *,
-        critic: bool = False,
-        separate_critic: bool = False,
+        critic: CriticKind = "none",
     ) -> LanguageLearner:
         """Returns a learner whose adapter is trained on the server. Raises ValueError if a critic or a full model is
         requested."""
-        if critic or separate_critic:
+        if critic != "none":
             raise ValueError(NO_CRITIC)
         if isinstance(config, FullPolicyConfig):
             raise ValueError(f"policies.{name} is a full model, and servers train adapters: set type: lora")

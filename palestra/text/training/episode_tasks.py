@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from palestra.core.event_loop import settle
 from palestra.core.tracing import TraceContext, continue_trace, trace_context
 from palestra.core.types import AlgorithmState, Episode, Metrics
 from palestra.parallel.async_backend import AsyncBackend
@@ -215,14 +216,12 @@ class PendingEpisodes:
                 episodes = await self.dispatcher.play(self.versions, replace(self.task, numbers=tuple(numbers)))
         except Exception as error:
             for future, _ in waiting:
-                if not future.done():
-                    future.set_exception(error)
+                settle(future, error)
             return
         for (future, on_episode), episode in zip(waiting, episodes, strict=True):
             if on_episode:
                 on_episode(episode)
-            if not future.done():  # cancelled
-                future.set_result(episode)
+            settle(future, episode)
 
 
 @dataclass(kw_only=True)

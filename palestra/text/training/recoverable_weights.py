@@ -71,15 +71,12 @@ class WeightHost:
         if call.method in ("save", "export"):
             return _sent_files(getattr(weights, call.method), known), None
         if call.method == "load":
-            self._load(weights, *call.arguments)
+            with tempfile.TemporaryDirectory(prefix="palestra-") as folder:
+                weights.load(unpack_folder(call.arguments[0], Path(folder)))
             return None, None
         with span(call.method, policy=name):
             result = getattr(weights, call.method)(*call.arguments, **call.options)
         return result, _sent_files(weights.save, known) if copy else None
-
-    def _load(self, weights: Weights, files: FileBundle) -> None:
-        with tempfile.TemporaryDirectory(prefix="palestra-") as folder:
-            weights.load(unpack_folder(files, Path(folder)))
 
 
 def _sent_files(write: Callable[[Path], None], known: Collection[str]) -> SentFiles:

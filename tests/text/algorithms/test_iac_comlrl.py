@@ -32,7 +32,7 @@ def learner_of(case: dict[str, Any], seat: str) -> LanguageLearner:
     equals the base."""
     shared = case["critic"] == "shared"
     config = FullPolicyConfig(base="tiny") if shared else LoraPolicyConfig(base="tiny")
-    learner = Engines("cpu", 8).build_learner(seat, config, 0, critic=True, separate_critic=not shared)
+    learner = Engines("cpu", 8).build_learner(seat, config, 0, "shared" if shared else "separate")
     head = critic_trainer(learner).critic
     with torch.no_grad():
         head.weight.copy_(torch.linspace(-0.1, 0.1, head.in_features))

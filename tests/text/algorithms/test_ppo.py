@@ -388,7 +388,7 @@ def test_remote_training_of_a_critic_is_refused(base):
     client = pytest.importorskip("palestra.text.tinker.client")
     policy = whisper(base, steps=1).policies["guide"]
     with pytest.raises(ValueError, match="train without --engine"):
-        client.RemoteEngines(None).build_learner("guide", policy, 0, critic=True)
+        client.RemoteEngines(None).build_learner("guide", policy, 0, "shared")
 
 
 def test_full_model_without_reference_is_refused_once_it_has_moved(base):

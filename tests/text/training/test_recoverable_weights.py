@@ -85,8 +85,8 @@ def specs(base: Path) -> LearnerSpecs:
     config = LoraPolicyConfig(base=str(base), rank=4)
     return {
         "guide": {"config": config, "seed": 1},
-        "walker": {"config": config, "seed": 2, "critic": True},
-        "herald": {"config": config, "seed": 3, "critic": True, "separate_critic": True},
+        "walker": {"config": config, "seed": 2, "critic": "shared"},
+        "herald": {"config": config, "seed": 3, "critic": "separate"},
     }
 
 
