@@ -12,7 +12,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import subprocess
 import sys
 import traceback
@@ -24,9 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from palestra.core.files import atomic_write, read_lines
+from palestra.core.processor import processor
 from palestra.parallel.processes import exit_with_parent
 
 Line = dict[str, Any]
@@ -52,18 +50,6 @@ def _git(*words: str, folder: Path) -> str | None:
     except FileNotFoundError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-@cache
-def processor() -> str:
-    """Returns the name of this machine's processor and the instructions that PyTorch uses."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    for line in info.read_text().splitlines() if info.exists() else []:
-        if line.startswith("model name"):
-            name = line.split(":")[1].strip()
-            break
-    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 @dataclass

@@ -19,6 +19,10 @@ class NullRun:
     is_new = True
     skipped_checkpoints: Sequence[str] = ()
 
+    def version_notes(self) -> list[str]:
+        """Returns nothing: rank 0 tells the user."""
+        return []
+
     def __init__(self, path: Path = Path()) -> None:
         self.path = path
 

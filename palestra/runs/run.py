@@ -38,6 +38,7 @@ from palestra.core.files import (
     to_checksummed_line,
     to_json_line,
 )
+from palestra.core.processor import processor
 from palestra.core.types import TEAM, Episode, Metrics
 from palestra.parallel.worker_stats import REPORT_INTERVAL_S, worker_stats
 from palestra.runs.checkpoints import (
@@ -58,6 +59,8 @@ from palestra.runs.eval_files import EVAL_EPISODES_FOLDER, REPLAYS_FOLDER, eval_
 from palestra.runs.replays import GameReplay, ReplayHeader, replay_table
 from palestra.runs.settings import CONFIG_FILE, META_FILE, check_config, check_run_folder, find_run, read_meta
 from palestra.runs.system_metrics import ResourceMeter
+
+ROUNDING_FACTS = ("palestra", "torch", "transformers", "python", "processor")  # of meta.json
 
 
 class Run:
@@ -276,6 +279,19 @@ class Run:
         self._prune()
         return Checkpoint(step, folder, line.get("names", {}), line)
 
+    def version_notes(self) -> list[str]:
+        """Returns a note for the user if the run began with other versions of packages or on another processor."""
+        begun = read_meta(self.path)
+        now = _facts()
+        changes = []
+        for key in ROUNDING_FACTS:
+            before = begun.get(key)
+            if before is not None and before != now[key]:
+                changes.append(f"{key} {before}, now {now[key]}")
+        if not changes:
+            return []
+        return [f"the run began with {'; '.join(changes)}: from here on it may round otherwise than without a stop"]
+
     def resume(self) -> Checkpoint | None:
         """Returns the newest intact checkpoint, or None, and reverts the run to that state.
 
@@ -360,9 +376,13 @@ def _fresh_folder(root: Path, name: str) -> Path:
 
 
 def _facts() -> dict[str, Any]:
-    versions = {name: _version(name) for name in ("palestra", "torch", "transformers")}
-    created = datetime.now(UTC).isoformat(timespec="microseconds")
-    return {"created": created, "command": _command(), "python": platform.python_version()} | versions
+    facts: dict[str, Any] = {
+        "created": datetime.now(UTC).isoformat(timespec="microseconds"),
+        "command": _command(),
+        "python": platform.python_version(),
+        "processor": processor(),
+    }
+    return facts | {name: _version(name) for name in ("palestra", "torch", "transformers")}
 
 
 def _command() -> list[str]:

@@ -144,6 +144,16 @@ def test_create_never_overwrites_a_run(tmp_path: Path) -> None:
         Run.open(tmp_path)
 
 
+def test_a_run_of_other_versions_says_so(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        assert run.version_notes() == []
+        meta = json.loads((run.path / "meta.json").read_text())
+        changes = {"palestra": "0.0.1", "processor": "AMD Old, AVX2"}
+        (run.path / "meta.json").write_text(json.dumps(meta | changes))
+        (note,) = run.version_notes()
+    assert f"began with palestra 0.0.1, now {meta['palestra']}; processor AMD Old, AVX2, now " in note
+
+
 def test_metrics_accept_numpy_and_write_nan_as_null(tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
         run.log_metrics(

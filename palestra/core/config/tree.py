@@ -180,7 +180,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+            if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
                     raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark)
                 seen.add(key.value)
@@ -239,6 +239,8 @@ def _copy(value: Any) -> Any:
 
 
 def _value(text: str, setting: str) -> Any:
+    if not text.strip():
+        raise ValueError(f"the setting {shorten(setting)} has no value: write null, or '' for an empty text")
     try:
         return _read(text)
     except (yaml.YAMLError, ValueError) as error:

@@ -155,16 +155,18 @@ def test_yaml_is_parsed_as_version_1_2() -> None:
     assert tree["c"] == "2026-01-31" and tree["i"] == "1:30" and tree["j"] == -7
     assert parse("") == {}
     assert parse("base: &b {x: 1}\nmore: {<<: *b, y: 2}")["more"] == {"x": 1, "y": 2}
+    with pytest.raises(ValueError, match="key '<<' is given twice"):
+        parse("more: {<<: {x: 1}, <<: {x: 2}}")
 
 
 def test_override_sets_leaves_without_changing_its_input() -> None:
     tree = {"algorithm": {"type": "ppo"}, "lora": None}
-    result = override(tree, ["algorithm.clip=3e-1", "algorithm.names=[a, b]", "lora.rank=4", "note=a=b", "empty="])
+    result = override(tree, ["algorithm.clip=3e-1", "algorithm.names=[a, b]", "lora.rank=4", "note=a=b", "empty=''"])
     assert result == {
         "algorithm": {"type": "ppo", "clip": 0.3, "names": ["a", "b"]},
         "lora": {"rank": 4},
         "note": "a=b",
-        "empty": None,
+        "empty": "",
     }
     assert tree == {"algorithm": {"type": "ppo"}, "lora": None}
 
@@ -177,6 +179,7 @@ def test_override_sets_leaves_without_changing_its_input() -> None:
         ("stages.0.clip=1", "stages is a list, not a mapping; set stages as a whole"),
         ("steps.more=1", "steps is a number"),
         ("lr=[1", "is not YAML"),
+        ("name=", "has no value: write null, or '' for an empty text"),
     ],
 )
 def test_misplaced_setting_is_refused_with_the_reason(setting: str, message: str) -> None:
