@@ -18,18 +18,18 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from palestra.core.losses import TensorMetrics
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.vector_base import Arrays, MultiDiscrete, Space
-from palestra.vector.algorithms.critics import CriticEnsemble, frozen_copy
+from palestra.vector.algorithms.critics import CriticEnsemble, PolyakPairs, frozen_copy
 from palestra.vector.algorithms.minibatches import minibatch_seed
 from palestra.vector.algorithms.presets import algorithm_name
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, metrics_by_policy
@@ -96,8 +96,7 @@ class ActionValueLearner(NetLearner):
         self.critics = [self._critic(stack) for stack in self.stacks]
         self.register("critic", [one.net for one in self.critics], [one.optimizer for one in self.critics])
         self.register("target", [one.target for one in self.critics])
-        # online and target networks
-        self.polyak_pairs: list[tuple[nn.Module, nn.Module]] = [(one.net, one.target) for one in self.critics]
+        self.polyak_pairs: PolyakPairs = [(one.net, one.target) for one in self.critics]
         self.replay = self.build_replay()
         self.steps = 0
         self.build_extras()
@@ -107,6 +106,11 @@ class ActionValueLearner(NetLearner):
     @abstractmethod
     def build_replay(self) -> ReplayBuffer:
         """Builds the replay buffer."""
+
+    def replay_options(self) -> dict[str, Any]:
+        """Returns the options of the replay buffer."""
+        seats = sorted(self.action_encoder.heads)
+        return {"gamma": self.config.gamma, "seats": seats, "count_env_steps": self.config.critic == "central"}
 
     def build_extras(self) -> None:
         """Builds further parts of the learner."""

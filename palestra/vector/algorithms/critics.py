@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from palestra.vector.nets.layers import Net, Team, acting_team, states_at
 from palestra.vector.nets.normalise import RunningNorm, normalise, rescale_outputs
 from palestra.vector.nets.on_device import RolloutTensors
 from palestra.vector.nets.seat_mapping import SeatMapping
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass
@@ -158,16 +160,20 @@ class CriticEnsemble:
         return (q * code).sum(-1) if self.value_per_action else q[..., 0]
 
 
-def frozen_copy(net: Net) -> Net:
+def frozen_copy(net: M) -> M:
     """Returns a copy of the network without gradients."""
     return copy.deepcopy(net).requires_grad_(False)
 
 
+PolyakPairs = list[tuple[nn.Module, nn.Module]]  # online networks, each with its target
+
+
 @torch.no_grad()
-def polyak_update(net: nn.Module, target: nn.Module, tau: float) -> None:
-    """Polyak update: moves the parameters of `target` towards those of `net` by a share of `tau`."""
-    for slow, fast in zip(target.parameters(), net.parameters(), strict=True):
-        slow.lerp_(fast, tau)
+def polyak_update(pairs: PolyakPairs, tau: float) -> None:
+    """Polyak update: moves the parameters of each target towards those of its network by a share of `tau`."""
+    for net, target in pairs:
+        for slow, fast in zip(target.parameters(), net.parameters(), strict=True):
+            slow.lerp_(fast, tau)
 
 
 @contextmanager

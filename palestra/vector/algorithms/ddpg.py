@@ -85,9 +85,10 @@ class DDPGLearner(OffPolicyLearner):
     num_critics = 1
 
     def build_extras(self) -> None:
-        self.copies = [frozen_copy(stack.net) for stack in self.stacks]
+        nets = [stack.net for stack in self.stacks]
+        self.copies = [frozen_copy(net) for net in nets]
         self.register("copy", self.copies)
-        self.polyak_pairs += [(stack.net, copy) for stack, copy in zip(self.stacks, self.copies, strict=True)]
+        self.polyak_pairs += zip(nets, self.copies, strict=True)
 
     def build_head(self, space: Space) -> ActionHead:
         return TanhHead(space) if isinstance(space, Continuous) else super().build_head(space)

@@ -100,11 +100,11 @@ class OffPolicyLearner(ActionValueLearner):
     ) -> PolicyOutput:
         """Returns the actions of stack i's policies, differentiable with respect to their networks."""
 
-    @abstractmethod
     def target_actions(
         self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
     ) -> PolicyOutput:
-        """Returns the actions in the next states that the critics' targets assume."""
+        """Returns the actions in the next states that the critics' targets assume: here those of the policies."""
+        return self.policy_output(i, observations, action_mask, generator)
 
     @abstractmethod
     def target_value(self, i: int, q: Tensor, answer: PolicyOutput) -> Tensor:
@@ -134,12 +134,7 @@ class OffPolicyLearner(ActionValueLearner):
     # ---- construction
 
     def build_replay(self) -> ReplayBuffer:
-        return ReplayBuffer(
-            self.config.buffer_size,
-            gamma=self.config.gamma,
-            seats=sorted(self.action_encoder.heads),
-            count_env_steps=self.config.critic == "central",
-        )
+        return ReplayBuffer(self.config.buffer_size, **self.replay_options())
 
     # ---- play
 
@@ -193,8 +188,7 @@ class OffPolicyLearner(ActionValueLearner):
         if self.steps % self.policy_delay == 0:
             for i, batch in enumerate(batches):
                 lines[i] |= self._train_policies(i, batch, generator, progress)
-            for net, target in self.polyak_pairs:
-                polyak_update(net, target, self.config.tau)
+            polyak_update(self.polyak_pairs, self.config.tau)
         return lines
 
     @torch.no_grad()

@@ -7,9 +7,8 @@ of a member, `R` = M*S rows, `A` actions, `O` outputs, `F` truncated games.
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
@@ -18,12 +17,12 @@ from typing import Any, Self
 import numpy as np
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from palestra.core.losses import TensorMetrics
 from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.vector_base import Arrays, Discrete, Space
-from palestra.vector.algorithms.critics import polyak_update
+from palestra.vector.algorithms.critics import PolyakPairs, frozen_copy, polyak_update
 from palestra.vector.algorithms.minibatches import minibatch_seed
 from palestra.vector.algorithms.presets import algorithm_name
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, metrics_by_policy
@@ -153,12 +152,10 @@ class QLearner(NetLearner):
         check_action_spaces(config, spec)
         self.config = config
         super().__init__(spec)
-        self.target_nets = [copy.deepcopy(stack.net).requires_grad_(False) for stack in self.stacks]
+        self.target_nets = [frozen_copy(stack.net) for stack in self.stacks]
         self.register("target", self.target_nets)
-        # online and target networks
-        self.polyak_pairs: list[tuple[nn.Module, nn.Module]] = [
-            (stack.net, target) for stack, target in zip(self.stacks, self.target_nets, strict=True)
-        ]
+        nets = [stack.net for stack in self.stacks]
+        self.polyak_pairs: PolyakPairs = list(zip(nets, self.target_nets, strict=True))
         self.heads = [stack.head for stack in self.stacks if isinstance(stack.head, ValueHead)]
         self.seats = list(chain.from_iterable(stack.seat_mapping.all_seats for stack in self.stacks))
         self.steps = 0
@@ -168,30 +165,18 @@ class QLearner(NetLearner):
     def build_replay(self) -> ReplayBuffer | SequenceReplay:
         """Builds the replay buffer."""
         config = self.config
-        team: Sequence[int] = ()
-        if self.counts_env_steps:
-            team = self.seats
+        credit: dict[str, Any] = {
+            "n_step": config.n_step,
+            "gamma": config.gamma,
+            "priority": config.priority_exponent,
+            "count_env_steps": self.counts_env_steps,
+            "team": self.seats if self.counts_env_steps else (),
+        }
         remembered = ["+".join(stack.seat_mapping.names) for stack in self.stacks if stack.net.recurrent_units]
         if not remembered:
-            return ReplayBuffer(
-                config.buffer_size,
-                n_step=config.n_step,
-                gamma=config.gamma,
-                priority=config.priority_exponent,
-                seats=self.seats,
-                count_env_steps=self.counts_env_steps,
-                team=team,
-            )
-        return SequenceReplay(
-            max(1, config.buffer_size // config.rollout_length),
-            n_step=config.n_step,
-            gamma=config.gamma,
-            priority=config.priority_exponent,
-            burn_in=config.burn_in,
-            count_env_steps=self.counts_env_steps,
-            team=team,
-            recurrent_players=remembered,
-        )
+            return ReplayBuffer(config.buffer_size, seats=self.seats, **credit)
+        capacity = max(1, config.buffer_size // config.rollout_length)
+        return SequenceReplay(capacity, burn_in=config.burn_in, recurrent_players=remembered, **credit)
 
     def build_head(self, space: Space) -> ActionHead:
         assert isinstance(space, Discrete)
@@ -264,8 +249,7 @@ class QLearner(NetLearner):
         for stack in self.stacks:
             stack.version += 1
         if self.steps % config.target_interval == 0:
-            for net, target in self.polyak_pairs:
-                polyak_update(net, target, config.tau)
+            polyak_update(self.polyak_pairs, config.tau)
         return lines
 
     def priority_beta_at(self, progress: float) -> float:

@@ -12,7 +12,6 @@ Shapes: as in `palestra.vector.algorithms.q_learning`; `J` seats that learn, `G`
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar, Literal
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from palestra.core.losses import TensorMetrics
 from palestra.core.seeding import derive_seed
+from palestra.vector.algorithms.critics import frozen_copy
 from palestra.vector.algorithms.q_learning import QLearner, QLearningConfig
 from palestra.vector.algorithms.team_mixing import check_mixer_sees_state, mix_values
 from palestra.vector.learners.nets import WEIGHT_KEY, NetLearner, NetLearnerSpec
@@ -68,7 +68,7 @@ class QMIXLearner(QLearner):
     def __init__(self, config: MixingConfig, spec: NetLearnerSpec) -> None:
         super().__init__(config, spec)
         self.mixer = self._mixer().to(self.device)
-        self.target_mixer = copy.deepcopy(self.mixer).requires_grad_(False)
+        self.target_mixer = frozen_copy(self.mixer)
         names = ["+".join(self.names)]
         first = self.policies[self.names[0]]
         learns = any(True for _ in self.mixer.parameters())

@@ -100,11 +100,6 @@ class SACLearner(OffPolicyLearner):
         drawn, _ = head.sample(out.detach(), action_mask, generator)
         return PolicyOutput(out, one_hot(drawn, head.outputs), head.logits(out, action_mask))
 
-    def target_actions(
-        self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
-    ) -> PolicyOutput:
-        return self.policy_output(i, observations, action_mask, generator)
-
     def target_value(self, i: int, q: Tensor, answer: PolicyOutput) -> Tensor:
         assert answer.logp is not None
         least = q.amin(0)

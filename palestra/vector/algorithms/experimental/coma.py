@@ -186,8 +186,9 @@ class COMALearner(NetLearner):
     ) -> dict[str, Metrics]:
         """Takes one step with the policies of a stack; returns metrics by policy."""
         names = stack.seat_mapping.names
-        observations, is_first = self._policy_inputs(stack, batch)
-        out, _ = stack.net.unroll(observations[:, :-1], batch.recurrent_state.get("+".join(names)), is_first[:, :-1])
+        observations = stack.observations(batch.obs)[:, :-1]
+        is_first = stack.seat_mapping.repeat_games(batch.is_first)[:, :-1]
+        out, _ = stack.net.unroll(observations, batch.recurrent_state.get("+".join(names)), is_first)
         actions = stack.actions(batch)
         logp, entropy = stack.head.evaluate_actions(out, actions, stack.action_masks(batch))
         inputs = (logp, entropy, stack.rows(batch.logp), stack.rows(advantages))
@@ -224,20 +225,14 @@ class COMALearner(NetLearner):
         final = self._critic_features(batch.final_obs, batch.final_state, drawn, alive)
         return CriticInputs(seen, policy, actions), CriticInputs(final, last, drawn)
 
-    def _policy_inputs(self, stack: PolicyStack, batch: RolloutTensors) -> tuple[Tensor, Tensor]:
-        """Returns the inputs of a stack's policies at every step: observations [P, T+1, C, ...] and a mask of first
-        steps."""
-        return stack.observations(batch.obs), stack.seat_mapping.repeat_games(batch.is_first)
-
     def _probabilities(self, stack: PolicyStack, batch: RolloutTensors) -> tuple[Tensor, Tensor]:
         """Returns action probabilities at every step [T+1, B, P*S, A'] and at the ends of games [F, P*S, A']."""
         S = len(stack.seat_mapping.seats[0])
         times, games = batch.end_index
-        observations, is_first = self._policy_inputs(stack, batch)
+        is_first = stack.seat_mapping.repeat_games(batch.is_first)
         action_mask = stack.optional_rows(batch.action_mask)
-        out, memories = stack.net.unroll(
-            observations, batch.recurrent_state.get("+".join(stack.seat_mapping.names)), is_first
-        )
+        recurrent_state = batch.recurrent_state.get("+".join(stack.seat_mapping.names))
+        out, memories = stack.net.unroll(stack.observations(batch.obs), recurrent_state, is_first)
         moments = _logits(stack, out, action_mask).exp().unflatten(2, (-1, S)).movedim(0, 2).flatten(2, 3)
         if not len(times):
             return moments, moments[0, :0]

@@ -7,14 +7,14 @@ Shapes: `P` members of a stack, `T` = 1, `R` rows (a seat of a transition each),
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 from torch import Tensor
 
 from palestra.core.losses import TensorMetrics
 from palestra.vector.algorithms.dqn import DQNLearner
-from palestra.vector.algorithms.experimental.offline import DataSet, OfflineConfig, OfflineLearner
+from palestra.vector.algorithms.experimental.offline import OfflineConfig, OfflineLearner
 from palestra.vector.algorithms.q_learning import DeepQConfig
 from palestra.vector.learners.nets import NetLearner, NetLearnerSpec
 from palestra.vector.losses import conservative_gap
@@ -50,8 +50,8 @@ class CQLLearner(OfflineLearner, DQNLearner):
                 )
         super().__init__(config, spec)  # type: ignore[arg-type]  # methods that read replay settings are overridden
 
-    def build_replay(self) -> DataSet:
-        return self.data_set(n_step=self.config.n_step, gamma=self.config.gamma, seats=self.seats)
+    def replay_options(self) -> dict[str, Any]:
+        return {"n_step": self.config.n_step, "gamma": self.config.gamma, "seats": self.seats}
 
     def epsilon_at(self, progress: float) -> float:
         return 0.0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from palestra.envs.vector_base import Continuous
 from palestra.vector.algorithms.action_values import ActionValueConfig, UpdateBatch
-from palestra.vector.algorithms.experimental.offline import DataSet, OfflineConfig, OfflineLearner
+from palestra.vector.algorithms.experimental.offline import OfflineConfig, OfflineLearner
 from palestra.vector.algorithms.sac import SACLearner, SoftConfig
 from palestra.vector.learners.nets import NetLearner, NetLearnerSpec
 from palestra.vector.losses import sampled_soft_maximum
@@ -54,10 +54,6 @@ class CQLSACLearner(OfflineLearner, SACLearner):
                     "cql, or iql"
                 )
         super().__init__(config, spec)  # type: ignore[arg-type]  # methods that read replay settings are overridden
-
-    def build_replay(self) -> DataSet:
-        seats = sorted(self.action_encoder.heads)
-        return self.data_set(gamma=self.config.gamma, seats=seats, count_env_steps=self.config.critic == "central")
 
     def penalty(
         self, i: int, batch: UpdateBatch, transitions: TransitionBatch, generator: torch.Generator

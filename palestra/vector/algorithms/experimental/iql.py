@@ -22,7 +22,7 @@ from palestra.core.seeding import derive_seed
 from palestra.envs.vector_base import Discrete, Space
 from palestra.vector.algorithms.action_values import ActionValueConfig, ActionValueLearner, UpdateBatch
 from palestra.vector.algorithms.critics import polyak_update
-from palestra.vector.algorithms.experimental.offline import DataSet, OfflineConfig, OfflineLearner
+from palestra.vector.algorithms.experimental.offline import OfflineConfig, OfflineLearner
 from palestra.vector.learners.nets import NetLearner
 from palestra.vector.learners.optimizers import StackedOptimizer
 from palestra.vector.learners.policy_stack import PolicyStack
@@ -56,10 +56,6 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
     def value_per_action(self, space: Space) -> bool:
         return isinstance(space, Discrete)
 
-    def build_replay(self) -> DataSet:
-        seats = sorted(self.action_encoder.heads)
-        return self.data_set(gamma=self.config.gamma, seats=seats, count_env_steps=self.config.critic == "central")
-
     def build_extras(self) -> None:
         self.value_nets: list[Net] = []
         self.value_adams: list[StackedOptimizer] = []
@@ -91,8 +87,7 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
             target = td_target(stack.rows(transitions.rewards, 1), stack.rows(transitions.discounts, 1), following)
             lines.append(line | self.train_critics(critic, batch, target, progress))
         self.steps += 1
-        for net, target_net in self.polyak_pairs:
-            polyak_update(net, target_net, self.config.tau)
+        polyak_update(self.polyak_pairs, self.config.tau)
         return lines
 
     def state_values(self, i: int, transitions: TransitionBatch, *, after: bool = False) -> Tensor:

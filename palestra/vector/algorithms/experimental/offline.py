@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,15 +55,16 @@ class OfflineLearner(NetLearner):
     """Base learner of offline learning, to be combined with a base learner that has a replay buffer."""
 
     config: OfflineConfig
+    replay_options: Callable[[], dict[str, Any]]
     is_warm = True  # there are data from the start
 
-    def data_set(self, **options: Any) -> DataSet:
-        """Reads the data and scales observations by them; `options` are those of `ReplayBuffer`. Raises ValueError if
-        they do not fit the env, or hold nothing that a policy can learn from."""
+    def build_replay(self) -> DataSet:
+        """Reads the data and scales observations by them. Raises ValueError if they do not fit the env, or hold nothing
+        that a policy can learn from."""
         batch = read_vector_episodes(self.config.data, self.env)
         if self.config.time_limit == "ends":
             batch = terminate_truncated(batch)
-        found = DataSet(self.config.data, batch, **options)
+        found = DataSet(self.config.data, batch, **self.replay_options())
         acts = found.ring.columns["agent_mask"] & found.ring.columns["known"]
         for stack in self.stacks:
             for name, seats in zip(stack.seat_mapping.names, stack.seat_mapping.seats, strict=True):
