@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import numpy as np
 
 from palestra.core.types import Seat
+from palestra.envs.support.options import check_at_least
 
 Arrays = dict[str, np.ndarray]
 ReportsSuccess = bool | Literal["by_seat"]
@@ -197,7 +198,8 @@ def empty_step(
     """Returns a step of zeros in which all seats act. Observations are of shape `observation_shape` and of `dtype`.
     `num_actions` adds an action mask of that length with every action legal, `state_size` a global state of that
     length, `reports_success` the array of successes, those of games or "by_seat", `has_seat_terminated`
-    `seat_terminated`."""
+    `seat_terminated`. Raises ValueError for `num_envs` below 1."""
+    check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
     B = num_envs
     N = num_seats
     step = VectorStep(

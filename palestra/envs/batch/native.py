@@ -40,10 +40,10 @@ class NativeEnv(VectorEnv):
         self._advance(np.ascontiguousarray(actions))
         return self.vector_step
 
-    def build_table(self, kind: type[T]) -> T:
-        """Returns the arrays (not copies) that the kernels change, those of `internal_state` and of the frame, as a
-        NamedTuple `kind` with fields of these names."""
-        arrays = vars(self.vector_step) | self.internal_state
+    def build_table(self, kind: type[T], **constants: Any) -> T:
+        """Returns the arrays (not copies) that the kernels change, those of `internal_state` and of the frame, and
+        `constants`, as a NamedTuple `kind` with fields of these names."""
+        arrays = vars(self.vector_step) | self.internal_state | constants
         return kind(**{name: arrays[name] for name in kind._fields})  # type: ignore[attr-defined]
 
     @abstractmethod

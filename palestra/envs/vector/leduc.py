@@ -10,7 +10,6 @@ from palestra.core.accel.jit import jit
 from palestra.envs.batch.native import NativeEnv, store_ended
 from palestra.envs.batch.rng import RNG_WORDS
 from palestra.envs.rules.leduc import CALL, DECK_SIZE, FOLD, INFO_STATE_SIZE, MAX_MOVES, MAX_RAISES, RAISE, RANKS
-from palestra.envs.support.options import check_at_least
 from palestra.envs.vector.kuhn import clear_games, deal_cards
 from palestra.envs.vector_base import Discrete, empty_step
 
@@ -154,7 +153,6 @@ class LeducPoker(NativeEnv):
     state_size = STATE_SIZE
 
     def __init__(self, num_envs: int = 64) -> None:
-        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
         self.num_envs = num_envs
         self.vector_step = empty_step(num_envs, 2, (INFO_STATE_SIZE,), num_actions=3, state_size=STATE_SIZE)
         self.internal_state = {

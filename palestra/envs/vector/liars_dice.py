@@ -10,7 +10,6 @@ from palestra.core.accel.jit import jit
 from palestra.envs.batch.native import NativeEnv, store_ended
 from palestra.envs.batch.rng import RNG_WORDS, random_below
 from palestra.envs.rules.liars_dice import check_dice
-from palestra.envs.support.options import check_at_least
 from palestra.envs.vector.kuhn import clear_games
 from palestra.envs.vector_base import Discrete, empty_step
 
@@ -136,7 +135,6 @@ class LiarsDice(NativeEnv):
     seats = ("player_0", "player_1")
 
     def __init__(self, num_envs: int = 64, *, dice: int = 1, faces: int = 6) -> None:
-        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
         check_dice(dice, faces)
         own = dice * faces
         actions = 2 * dice * faces + 1

@@ -121,7 +121,6 @@ class _Tabular(NativeEnv):
     seats = SEATS
 
     def __init__(self, num_envs: int, choices: tuple[int, int], view: int, state: int) -> None:
-        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
         self.num_envs = num_envs
         self.state_size = state
         self.observation_shapes = ((view,), (view,))
