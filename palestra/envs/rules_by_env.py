@@ -52,8 +52,7 @@ def may_have_rules(env_type: str) -> bool:
 
 
 def why_no_rules(env_type: str, **options: Any) -> str:
-    """Returns the reason why an env has no rules here, as a part of a sentence; "" if it has rules, or no reason is
-    known."""
+    """Returns why an env has no rules here, as part of a sentence; "" if it has, or why is unknown."""
     if env_type != "openspiel":
         return ""
     from palestra.envs.adapters.openspiel import DEFAULT_GAME, why_not_enumerable

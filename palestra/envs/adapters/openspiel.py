@@ -249,8 +249,7 @@ class TablePolicy(Policy):
 
 
 def why_not_enumerable(game: str) -> str:
-    """Returns the reason why a game cannot be enumerated, "" if it can. Raises ValueError if OpenSpiel cannot load
-    it."""
+    """Returns why a game cannot be enumerated, "" if it can. Raises ValueError if it is unknown."""
     loaded = _load_game(game)
     kind = loaded.get_type()
     if kind.dynamics != pyspiel.GameType.Dynamics.SEQUENTIAL:

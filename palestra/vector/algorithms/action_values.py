@@ -46,7 +46,6 @@ class ActionValueConfig(AlgorithmConfig):
     """Base config of algorithms with action-value critics: `gradient_steps` gradient steps follow each rollout."""
 
     rollout_length: int = Field(8, ge=1)
-    """Rollout length: steps of every parallel game between updates."""
     gradient_steps: int = Field(8, ge=1)
     """Gradient steps per rollout."""
     batch_size: int = Field(256, ge=1)

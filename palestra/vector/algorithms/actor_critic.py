@@ -53,7 +53,6 @@ class ActorCriticConfig(AlgorithmConfig):
     it."""
 
     rollout_length: int = Field(128, ge=1)
-    """Rollout length: steps of every parallel game per batch."""
     gamma: float = Field(0.99, ge=0, le=1)
     """Discount per decision of a seat."""
     gamma_end: float | None = Field(None, ge=0, le=1)

@@ -24,13 +24,9 @@ class DQN(QLearningConfig):
 
     type: Literal["dqn"] = "dqn"
     gradient_steps: int = Field(32, ge=1)
-    """Gradient steps per rollout."""
     batch_size: int = Field(128, ge=1)
-    """Joint transitions per gradient step."""
     n_step: int = Field(3, ge=1)
-    """Decisions of n-step returns: rewards are summed over them before bootstrapping."""
     duelling: bool = True
-    """Compute action values as a state value plus advantages (Wang et al., 2016)."""
 
     def learner_class(self) -> Callable[..., NetLearner]:
         return DQNLearner

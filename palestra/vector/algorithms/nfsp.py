@@ -91,11 +91,8 @@ class NFSP(QLearningConfig):
     average_updates: int = Field(8, ge=1)
     """Gradient steps of the average strategy per rollout."""
     epsilon: float = Field(0.06, ge=0, le=1)
-    """Share of random actions at the start of the run."""
     epsilon_end: float = Field(0.0, ge=0, le=1)
-    """Share of random actions after the decay."""
     epsilon_share: float = Field(1.0, gt=0, le=1)
-    """Share of the run over which epsilon decays, linearly."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per decision of a seat."""
 

@@ -41,7 +41,6 @@ class OffPolicyConfig(ActionValueConfig):
     `gradient_steps` gradient steps."""
 
     gradient_steps: int = Field(32, ge=1)
-    """Gradient steps per rollout."""
     learning_starts: int | None = Field(None, ge=1)
     """Joint transitions collected with random actions before training starts (by every process, if there are several);
     at most `buffer_size`. Null: 10,000, or a tenth of the run if that is less."""

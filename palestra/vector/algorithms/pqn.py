@@ -40,7 +40,6 @@ class PQN(EpsilonGreedyConfig):
 
     type: Literal["pqn"] = "pqn"
     rollout_length: int = Field(32, ge=1)
-    """Rollout length: steps of every parallel game per batch."""
     gamma: float = Field(0.99, ge=0, le=1)
     """Discount per decision of a seat (of the team with `mixer: vdn`)."""
     q_lambda: float = Field(0.65, ge=0, le=1)

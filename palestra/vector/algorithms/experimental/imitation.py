@@ -214,9 +214,7 @@ class GAIL(ActorCriticConfig):
     discriminator_lr: float | None = Field(None, gt=0, le=1_000_000)
     """Learning rate of the discriminator; null uses the policy's."""
     epochs: int = Field(4, ge=1)
-    """Passes over each rollout."""
     minibatches: int = Field(4, ge=1)
-    """Gradient steps per pass."""
     clip: float = Field(0.2, gt=0)
     """Clipping distance of the probability ratio from 1."""
 
