@@ -161,6 +161,12 @@ class VectorStep:
         """Returns a step with copies of all arrays."""
         return self.map_arrays(np.copy)
 
+    def clear_results(self) -> None:
+        """Sets rewards, ends and successes to 0, as after a reset."""
+        for name in ("rewards", "terminated", "truncated", "success", "seat_terminated"):
+            if (array := getattr(self, name)) is not None:
+                array[:] = 0
+
 
 class GamesDiffer(ValueError):
     """Raised by `VectorEnv.load` if games that it plays again are not those that were saved."""

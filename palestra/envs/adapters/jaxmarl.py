@@ -168,8 +168,8 @@ class JaxMarlEnv(VectorEnv):
     def reset(self, seeds: np.ndarray) -> VectorStep:
         keys = jnp.stack([jax.random.PRNGKey(episode_seed(int(seed), 0)) for seed in seeds])
         self._carried, shown = self.compiled.reset(keys)
-        ends = {"rewards", "terminated", "truncated", "success", "seat_terminated"}
-        return self._write_step(shown | dict.fromkeys(ends & self.vector_step.arrays().keys(), 0))
+        self.vector_step.clear_results()
+        return self._write_step(shown)
 
     def step(self, actions: np.ndarray) -> VectorStep:
         clipped = clip_actions(self.action_spaces, actions, self.vector_step.action_mask)

@@ -29,11 +29,7 @@ class NativeEnv(VectorEnv):
     def reset(self, seeds: np.ndarray) -> VectorStep:
         self.internal_state["rng"][:] = seed_streams(seeds)
         self._begin()
-        self.vector_step.rewards[:] = 0
-        self.vector_step.terminated[:] = False
-        self.vector_step.truncated[:] = False
-        if self.vector_step.seat_terminated is not None:
-            self.vector_step.seat_terminated[:] = False
+        self.vector_step.clear_results()
         return self.vector_step
 
     def step(self, actions: np.ndarray) -> VectorStep:

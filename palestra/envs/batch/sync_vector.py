@@ -147,9 +147,7 @@ class SyncVectorEnv(VectorEnv):
 
     def reset(self, seeds: np.ndarray) -> VectorStep:
         self._seeds[:], self._played[:] = seeds, 0
-        for name in ("rewards", "terminated", "truncated", "success", "seat_terminated"):
-            if (array := getattr(self.vector_step, name)) is not None:
-                array[:] = 0
+        self.vector_step.clear_results()
         for b in range(self.num_envs):
             self._begin(b)
         return self.vector_step

@@ -169,8 +169,7 @@ class ActionValueLearner(NetLearner):
     # ---- learning
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
-        """Stores the rollout in the replay buffer and, once training has started, takes `gradient_steps` gradient
-        steps; returns metrics by policy."""
+        """Stores the rollout and, once training has started, takes `gradient_steps` steps."""
         self.remember(batch)
         lines: list[list[tuple[TensorMetrics, TensorMetrics]]] = [[] for _ in self.stacks]
         if self.process_group.all_ranks(self.is_warm and self.replay.ring.can_sample):

@@ -199,8 +199,7 @@ class ActorCriticLearner(NetLearner):
     # ---- learning
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
-        """Trains critics, then policies, for `epochs` passes over the batch in `minibatches`; returns metrics by
-        policy."""
+        """Trains critics, then policies, for `epochs` passes in `minibatches`."""
         return self.train(RolloutTensors.of(batch, self.device), progress)
 
     def train(self, batch: RolloutTensors, progress: float) -> dict[str, Metrics]:

@@ -45,10 +45,10 @@ class DeterministicConfig(OffPolicyConfig, ABC):
 
     def noise_at(self, progress: float) -> float:
         """Returns the standard deviation of the exploration noise at `progress` in [0, 1]."""
-        end = self.exploration_noise if self.exploration_noise_end is None else self.exploration_noise_end
-        return self.exploration_noise + (end - self.exploration_noise) * min(
-            1.0, progress / self.exploration_noise_share
-        )
+        if self.exploration_noise_end is None:
+            return self.exploration_noise
+        decayed = min(1.0, progress / self.exploration_noise_share)
+        return self.exploration_noise + (self.exploration_noise_end - self.exploration_noise) * decayed
 
 
 class DDPG(DeterministicConfig):
@@ -100,25 +100,26 @@ class DDPGLearner(OffPolicyLearner):
         return stack.head.sample
 
     def policy_output(
-        self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
+        self,
+        i: int,
+        observations: Tensor,
+        action_mask: Tensor | None,
+        generator: torch.Generator,
+        net: Net | None = None,
     ) -> PolicyOutput:
-        return self._of(self.stacks[i].net, self.stacks[i].head, observations, action_mask, generator)
+        """Returns the actions of stack i's policies, or of the networks `net` of the same policies."""
+        out = (net or self.stacks[i].net)(observations)
+        head = self.stacks[i].head
+        if isinstance(head, TanhHead):
+            return PolicyOutput(out, torch.tanh(out))
+        assert isinstance(head, CategoricalHead)
+        logits = head.logits(out, action_mask)
+        return PolicyOutput(out, gumbel_softmax(logits, generator, temperature=self.config.gumbel_temperature))
 
     def target_actions(
         self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
     ) -> PolicyOutput:
-        return self._of(self.copies[i], self.stacks[i].head, observations, action_mask, generator)
-
-    def _of(
-        self, net: Net, head: ActionHead, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
-    ) -> PolicyOutput:
-        out = net(observations)
-        if isinstance(head, TanhHead):
-            return PolicyOutput(out, torch.tanh(out))
-        assert isinstance(head, CategoricalHead)
-        return PolicyOutput(
-            out, gumbel_softmax(head.logits(out, action_mask), generator, temperature=self.config.gumbel_temperature)
-        )
+        return self.policy_output(i, observations, action_mask, generator, self.copies[i])
 
     def target_value(self, i: int, q: Tensor, answer: PolicyOutput) -> Tensor:
         return q.amin(0)[..., 0]
@@ -126,9 +127,8 @@ class DDPGLearner(OffPolicyLearner):
     def loss(self, i: int, q: Tensor, answer: PolicyOutput, batch: UpdateBatch) -> tuple[Tensor, TensorMetrics]:
         """Returns the deterministic policy gradient loss, by the first critic alone as in Fujimoto et al."""
         size = (batch.policy_weights[..., None] * answer.outputs.square()).sum(1).mean(-1)
-        return actor_loss(q[0][..., 0], batch.policy_weights) + self.config.action_l2_coef * size, {
-            "outputs": size.detach()
-        }
+        loss = actor_loss(q[0][..., 0], batch.policy_weights) + self.config.action_l2_coef * size
+        return loss, {"outputs": size.detach()}
 
 
 class TD3Learner(DDPGLearner):

@@ -172,8 +172,7 @@ class OffPolicyLearner(ActionValueLearner):
     def train_step(
         self, transitions: TransitionBatch, generator: torch.Generator, progress: float
     ) -> list[TensorMetrics]:
-        """Takes one gradient step of all critics, and every `policy_delay`-th time of the policies; returns metrics by
-        stack."""
+        """Takes one step of all critics, and every `policy_delay`-th time of the policies."""
         targets = self.targets(transitions, generator)
         joint = self.action_encoder.encode(transitions.actions, transitions.agent_mask)
         batches = [self.update_batch(stack, transitions, joint) for stack in self.stacks]

@@ -104,8 +104,7 @@ class PQNLearner(NetLearner):
     # ---- learning
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
-        """Takes `epochs` passes over the batch in `minibatches` of joint transitions (of whole games for recurrent
-        policies); returns metrics by policy."""
+        """Trains for `epochs` passes in `minibatches` of joint transitions, or of whole games."""
         rollout = RolloutTensors.of(batch, self.device)
         targets, known = self.targets(rollout)
         rows = [self._rows(stack, rollout, targets, known) for stack in self.stacks]

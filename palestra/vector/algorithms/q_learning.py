@@ -213,8 +213,7 @@ class QLearner(NetLearner):
         return batch
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
-        """Stores the rollout in the replay buffer and, once training has started, takes `gradient_steps` gradient
-        steps; returns metrics by policy."""
+        """Stores the rollout and, once training has started, takes `gradient_steps` steps."""
         self.remember(batch)
         lines: list[list[TensorMetrics]] = [[] for _ in self.stacks]
         if self._ready():

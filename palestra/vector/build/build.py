@@ -40,7 +40,7 @@ from palestra.vector.learners.teams import JointLearner, TeamLearners, TeamSeats
 from palestra.vector.nets.on_device import CPU, pinned_zeros
 from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
 from palestra.vector.rollouts.actors import ActorPool
-from palestra.vector.rollouts.rollout import MakeZeros, TimeLimit, VectorRollout
+from palestra.vector.rollouts.rollout import TimeLimit, VectorRollout
 from palestra.vector.trainer import VectorEval, VectorTrainer
 
 DEFAULT_LOG_LINES = 500  # log lines of a run if `log_every` is 0
@@ -112,17 +112,18 @@ def build_process(config: VectorConfig, ranks: ProcessGroup) -> VectorTrainer:
     def sweeps(env_steps: float) -> int:
         return math.ceil(env_steps / sweep / log_every) * log_every
 
-    zeros = pinned_zeros if device.type == "cuda" else np.zeros  # a GPU copies from pinned memory faster
+    rollout: VectorRollout | ActorPool
+    if config.num_actors:
+        rollout = _actors(config, learner)
+    else:
+        zeros = pinned_zeros if device.type == "cuda" else np.zeros  # a GPU copies from pinned memory faster
+        rollout = VectorRollout(env, np.arange(env.num_envs), zeros, time_limit=config.algorithm.time_limit)
+    evals = config.evals.items() if ranks.is_rank_zero else ()
     trainer = VectorTrainer(
-        rollout=_actors(config, learner) if config.num_actors else _own_rollout(config, env, zeros),
+        rollout=rollout,
         learner=learner,
         fixed_players=others,
-        evals=[]
-        if not ranks.is_rank_zero
-        else [
-            _build_eval(config, name, evaluation, learner, sweeps(evaluation.every))
-            for name, evaluation in config.evals.items()
-        ],
+        evals=[_build_eval(config, name, one, learner, sweeps(one.every)) for name, one in evals],
         seats=policy_by_seat(config, env),
         teams=team_by_seat(config, env),
         seed=config.seed,
@@ -288,10 +289,6 @@ def _actors(config: VectorConfig, learner: NetLearner | JointLearner) -> ActorPo
     algorithm = config.algorithm
     setup = ActorSetup(learner.env, learner, [], algorithm.time_limit)
     return ActorPool(setup, makers, algorithm.rollout_length, config.seed)
-
-
-def _own_rollout(config: VectorConfig, env: VectorEnv, zeros: MakeZeros) -> VectorRollout:
-    return VectorRollout(env, np.arange(env.num_envs), zeros, time_limit=config.algorithm.time_limit)
 
 
 def _build_eval(

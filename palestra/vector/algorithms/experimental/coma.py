@@ -113,8 +113,7 @@ class COMALearner(NetLearner):
     # ---- learning
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
-        """Trains the critics for `epochs` passes over the batch, then takes one step with the policies; returns metrics
-        by policy."""
+        """Trains the critics for `epochs` passes, then takes one step with the policies."""
         self.random = make_generator(self.device, derive_seed(self.seeds[self.names[0]], "coma", self.updates))
         rollout = RolloutTensors.of(batch, self.device)
         critic_inputs, targets, known = self._credit(rollout)

@@ -266,8 +266,7 @@ class GAILLearner(ActorCriticLearner):
         return Discriminator(net, StackedOptimizer(net, seat_mapping.names, config, self.process_group))
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
-        """Trains the discriminators, replaces the rewards by theirs, and trains the policies on them; returns metrics
-        by policy."""
+        """Trains the discriminators, and the policies on their rewards in place of the env's."""
         rollout = RolloutTensors.of(batch, self.device)
         rewards = torch.zeros_like(rollout.rewards)
         lines: dict[str, Metrics] = {name: {} for name in self.names}

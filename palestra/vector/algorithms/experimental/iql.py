@@ -71,8 +71,7 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
     def train_step(
         self, transitions: TransitionBatch, generator: torch.Generator, progress: float
     ) -> list[TensorMetrics]:
-        """Takes one gradient step of the state values, policies and action values, in this order; returns metrics by
-        stack."""
+        """Takes one step of the state values, policies and action values, in this order."""
         joint = self.action_encoder.encode(transitions.actions, transitions.agent_mask)
         lines = []
         for i, (stack, critic) in enumerate(zip(self.stacks, self.critics, strict=True)):
