@@ -274,8 +274,8 @@ class VectorEnv(ABC):
     observation_entities: tuple[tuple[Entities, ...], ...] = ()
 
     def adopt_spaces(self, other: Any) -> None:
-        """Takes over seats, observation shapes and images, action spaces and size of the state from another env, or
-        from a spec that has these attributes."""
+        """Takes over seats, observation shapes and images, action spaces and size of the state from
+        another env, or from a spec that has these attributes."""
         self.seats = other.seats
         self.observation_shapes = other.observation_shapes
         self.observation_images = other.observation_images
@@ -307,8 +307,8 @@ class VectorEnv(ABC):
         first numbers of its seat, a discrete one the first."""
 
     def save(self) -> Arrays | None:
-        """Returns everything that `load` needs to continue exactly, as arrays by name; None if the env cannot be saved
-        (its games then start anew when a run resumes from a checkpoint)."""
+        """Returns everything that `load` needs to continue exactly, as arrays by name; None if the
+        env cannot be saved (its games then start anew when a run resumes from a checkpoint)."""
         return None
 
     def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:

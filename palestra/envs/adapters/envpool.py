@@ -128,8 +128,8 @@ class EnvPoolEnv(VectorEnv):
             self.vector_step.action_mask[rows] = mask
 
     def _observations(self, obs: Any, rows: int) -> np.ndarray:
-        """Returns the observations [rows, N, *view]: each seat's own part if the env returns one per seat, else the
-        whole observation for every seat."""
+        """Returns the observations [rows, N, *view]: each seat's own part if the env returns one
+        per seat, else the whole observation for every seat."""
         if self._view is not None:
             seen = self._view.encode(obs)
             return seen.reshape(rows, len(self.seats), *seen.shape[1:])

@@ -63,8 +63,8 @@ class CompiledEnv:
         return (key, state, jnp.int32(0), jnp.zeros(len(self.seats), bool)), self.observe(obs, state, {})
 
     def step_one(self, carry: Any, actions: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-        """Plays one joint step; returns the carry and output (of the next episode if this one ended), and the results
-        of the step: rewards, ends and final observations."""
+        """Plays one joint step; returns the carry and output (of the next episode if this one
+        ended), and the results of the step: rewards, ends and final observations."""
         key, state, steps, gone = carry
         key, here = jax.random.split(key)
         seat_actions = {agent: self._seat_action(n, actions[n]) for n, agent in enumerate(self.agents)}

@@ -1,5 +1,5 @@
-"""OpenSpiel games, turn-based or simultaneous, of perfect or imperfect information, with or without chance, as vector
-envs and as rules."""
+"""OpenSpiel games, turn-based or simultaneous, of perfect or imperfect information, with or without
+chance, as vector envs and as rules."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def _load_game(game: str) -> Any:
 
 
 def _tensor_kind(game: Any, view: TensorKind | None) -> TensorKind:
-    """Returns the tensor that seats see: `view`, by default the information state if the loaded game has its tensor.
-    Raises ValueError if the game has no such tensor."""
+    """Returns the tensor that seats see: `view`, by default the information state if the loaded
+    game has its tensor. Raises ValueError if the game has no such tensor."""
     kind: TensorKind = view or ("information_state" if _has(game, "information_state") else "observation")
     if not _has(game, kind):
         raise ValueError(f'"{game}" has no {kind} tensor, so its seats would see nothing: choose another game')
@@ -234,8 +234,8 @@ class OpenSpielRules(Rules[OpenSpielState]):
 
 
 class TablePolicy(Policy):
-    """A tabular policy for OpenSpiel's algorithms: for each player, action probabilities by information state, under
-    the names of `OpenSpielRules.info_state_text`."""
+    """A tabular policy for OpenSpiel's algorithms: for each player, action probabilities by
+    information state, under the names of `OpenSpielRules.info_state_text`."""
 
     def __init__(self, rules: OpenSpielRules, players: Sequence[Mapping[str, Mapping[int, float]]]) -> None:
         super().__init__(rules.game, list(range(rules.num_players)))

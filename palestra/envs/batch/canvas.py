@@ -34,8 +34,8 @@ def seat_colour(seat: int) -> Colour:
 
 
 class Canvas:
-    """A picture of the square from `low` to `high` on both axes, y up. It is drawn `FINENESS` times as large, which
-    smooths edges."""
+    """A picture of the square from `low` to `high` on both axes, y up. It is drawn `FINENESS` times
+    as large, which smooths edges."""
 
     def __init__(self, low: float, high: float) -> None:
         self.low = low

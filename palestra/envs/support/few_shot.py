@@ -12,8 +12,8 @@ MAX_SHOTS = 16
 
 
 def acting_seat(seat: Seat | None, actions: Mapping[Seat, Any]) -> Seat:
-    """Returns the seat that acts next. Raises ValueError if the actions are not of this seat alone, or if `seat` is
-    None since the episode has ended."""
+    """Returns the seat that acts next. Raises ValueError if the actions are not of this seat alone,
+    or if `seat` is None since the episode has ended."""
     if seat is None or actions.keys() != {seat}:
         why = "the game is over: call reset(seed) before step" if seat is None else f"it is the turn of {seat}"
         raise ValueError(f"the actions are for {sorted(actions)}, but {why}")
@@ -21,8 +21,8 @@ def acting_seat(seat: Seat | None, actions: Mapping[Seat, Any]) -> Seat:
 
 
 def ask_with_examples(role: str, examples: Sequence[dict[str, str]], question: str) -> Chat | str:
-    """Returns the question after the role and the worked examples, which all conversations share; without examples the
-    question alone."""
+    """Returns the question after the role and the worked examples, which all conversations share;
+    without examples the question alone."""
     if not examples:
         return question
     shared = ({"role": "system", "content": role}, *examples)

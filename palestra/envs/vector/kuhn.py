@@ -75,8 +75,8 @@ def _begin_games(t: KuhnArrays, chosen: np.ndarray) -> None:
 
 @jit
 def _move(t: KuhnArrays, actions: np.ndarray) -> None:
-    """Makes the move of the player to move and marks the games that it ended. After a bet, each other player answers
-    once; a player that passes then is out."""
+    """Makes the move of the player to move and marks the games that it ended. After a bet, each
+    other player answers once; a player that passes then is out."""
     games, players = t.stakes.shape
     for b in range(games):
         move = t.moves[b]

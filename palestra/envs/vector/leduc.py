@@ -51,8 +51,8 @@ def _begin_games(t: LeducArrays, chosen: np.ndarray) -> None:
 
 @jit
 def _choose(t: LeducArrays, actions: np.ndarray) -> None:
-    """Reads the action of the player to move (call if it is illegal) and writes it to the history; folds are not
-    written."""
+    """Reads the action of the player to move (call if it is illegal) and writes it to the history;
+    folds are not written."""
     for b in range(len(t.play)):
         turn = t.play[b, TURN]
         action = actions[b, turn]
@@ -67,8 +67,8 @@ def _choose(t: LeducArrays, actions: np.ndarray) -> None:
 
 @jit
 def _move(t: LeducArrays) -> None:
-    """Makes the chosen move and marks the games that it ended. A call ends the round unless it is the round's first
-    move."""
+    """Makes the chosen move and marks the games that it ended. A call ends the round unless it is
+    the round's first move."""
     for b in range(len(t.play)):
         turn = t.play[b, TURN]
         action = t.play[b, ACTION]
@@ -87,8 +87,8 @@ def _move(t: LeducArrays) -> None:
 
 @jit
 def _pay(t: LeducArrays) -> None:
-    """Writes the rewards. The remaining player wins the other's stake, or the better hand does (a pair beats any single
-    card); equal hands split."""
+    """Writes the rewards. The remaining player wins the other's stake, or the better hand does (a
+    pair beats any single card); equal hands split."""
     for b in range(len(t.play)):
         t.rewards[b, 0], t.rewards[b, 1] = 0, 0
         if not t.terminated[b]:

@@ -65,9 +65,9 @@ def _begin_games(t: LiarsDiceArrays, faces: int, chosen: np.ndarray) -> None:
 
 @jit
 def _move(t: LiarsDiceArrays, faces: int, actions: np.ndarray) -> None:
-    """Plays the action of the player to move (the lowest legal one if it is illegal) and writes it to the history.
-    After a bid, only higher bids and the call are legal; the call ends the game. Both seats get the action mask of the
-    player to move."""
+    """Plays the action of the player to move (the lowest legal one if it is illegal) and writes it
+    to the history. After a bid, only higher bids and the call are legal; the call ends the game.
+    Both seats get the action mask of the player to move."""
     own = t.dice.shape[2] * faces
     liar = t.action_mask.shape[2] - 1
     for b in range(len(t.turn)):

@@ -188,8 +188,8 @@ def write_vector(obs: np.ndarray, b: int, i: int, at: int, pairs_BE2: np.ndarray
 
 @jit_inline
 def write_relative_positions(obs: np.ndarray, b: int, i: int, at: int, pos: np.ndarray, first: int, last: int) -> int:
-    """Writes the positions, relative to seat i, of the entities `first` to `last - 1` except i to its observation;
-    returns the next index."""
+    """Writes the positions, relative to seat i, of the entities `first` to `last - 1` except i to
+    its observation; returns the next index."""
     for e in range(first, last):
         if e != i:
             obs[b, i, at] = pos[b, e, 0] - pos[b, i, 0]
@@ -210,8 +210,8 @@ def write_state(obs: np.ndarray, state: np.ndarray, widths: np.ndarray, b: int) 
 
 @jit
 def count_step(world: World, arrays: MPEStepArrays, max_cycles: int) -> None:
-    """Counts a step; for games that it truncates, copies the last observations and state to `final_obs` and
-    `final_state`."""
+    """Counts a step; for games that it truncates, copies the last observations and state to
+    `final_obs` and `final_state`."""
     for b in range(len(world.age)):
         world.age[b] += 1
         arrays.truncated[b] = world.age[b] >= max_cycles

@@ -55,18 +55,18 @@ class ActionValueConfig(AlgorithmConfig):
     tau: float = Field(0.005, gt=0, le=1)
     """Polyak coefficient: how far the target networks move to the online networks per update."""
     critic: Literal["own", "central"] = "own"
-    """Input of the critics: the seat's `own` observation and action, or `central`: the env's state (or all
-    observations) and all learning seats' actions."""
+    """Input of the critics: the seat's `own` observation and action, or `central`: the env's state
+    (or all observations) and all learning seats' actions."""
     critic_lr: float | None = Field(None, gt=0, le=1_000_000)
     """Learning rate of the critics; null uses the policy's."""
 
 
 @dataclass
 class UpdateBatch:
-    """Update batch of one stack: policy inputs `observations` [P, R, ...] and action masks, `critic_inputs`
-    [P, R, ...], encoded actions `action_codes` [P, R, A], row weights for the critics (`critic_weights`) and for the
-    policies (`policy_weights`) [P, R]. The policies' are 0 for rows in which the seat did not act; both sum to one for
-    each seat."""
+    """Update batch of one stack: policy inputs `observations` [P, R, ...] and action masks,
+    `critic_inputs` [P, R, ...], encoded actions `action_codes` [P, R, A], row weights for the
+    critics (`critic_weights`) and for the policies (`policy_weights`) [P, R]. The policies' are 0
+    for rows in which the seat did not act; both sum to one for each seat."""
 
     observations: Tensor
     action_mask: Tensor | None
@@ -77,9 +77,9 @@ class UpdateBatch:
 
 
 class ActionValueLearner(NetLearner):
-    """Base learner with action-value critics; a subclass defines the replay buffer and a gradient step. `num_critics`
-    critics evaluate each policy. Raises ValueError for envs and policies that these algorithms do not support (see
-    `check_supported`)."""
+    """Base learner with action-value critics; a subclass defines the replay buffer and a gradient
+    step. `num_critics` critics evaluate each policy. Raises ValueError for envs and policies that
+    these algorithms do not support (see `check_supported`)."""
 
     num_critics = 2
     team_metrics: tuple[str, ...] = ()  # metrics of a step that are means over joint steps, not over decisions
@@ -212,8 +212,8 @@ class ActionValueLearner(NetLearner):
         progress: float,
         penalty: Callable[[Tensor], Tensor] | None = None,
     ) -> TensorMetrics:
-        """Takes a gradient step of a stack's critics towards targets [P, R], plus a `penalty` [P] of the values [K, P,
-        R] of the actions in the batch; returns metrics."""
+        """Takes a gradient step of a stack's critics towards targets [P, R], plus a `penalty` [P]
+        of the values [K, P, R] of the actions in the batch; returns metrics."""
         q = critic.taken_q_values(batch.critic_inputs, batch.action_codes)
         loss = total = critic_loss(q, target, batch.critic_weights)
         if penalty is not None:

@@ -51,8 +51,8 @@ class ValueCritic:
     def evaluate(
         self, observations: Tensor, final_observations: Tensor, batch: RolloutTensors
     ) -> tuple[Tensor, Tensor]:
-        """Returns the values of all seats at every step [T+1, B, P*S], from observations [P, T+1, B*S, ...], and at the
-        ends of games [F, P*S], from `final_observations` [P, F, S, ...]."""
+        """Returns the values of all seats at every step [T+1, B, P*S], from observations [P, T+1,
+        B*S, ...], and at the ends of games [F, P*S], from `final_observations` [P, F, S, ...]."""
         mapping, (times, games) = self.seat_mapping, batch.end_index
         acts = mapping.select_seats(batch.agent_mask, 2)  # [P, T+1, B, S]
         state = self.recurrent_states.get(batch.worker)
@@ -68,8 +68,8 @@ class ValueCritic:
         return values, self.values(ends[:, 0]).view(last.shape).movedim(0, 1).flatten(1)
 
     def acts_at_end(self, acts: Tensor, batch: RolloutTensors) -> Tensor:
-        """Returns which seats the final observations of episodes [P, F, S] are of: those that acted, `acts` [P, T+1, B,
-        S], and have not terminated."""
+        """Returns which seats the final observations of episodes [P, F, S] are of: those that
+        acted, `acts` [P, T+1, B, S], and have not terminated."""
         times, games = batch.end_index
         if batch.seat_terminated is None:
             return acts[:, times, games]
@@ -91,9 +91,9 @@ class ValueCritic:
             rescale_outputs(head.weight, head.bias, before, (self.norm.mean, self.norm.std()))
 
     def train(self, rows: CriticRows, minibatches: Iterable[MiniBatch], clip: float | None, progress: float) -> float:
-        """Trains the networks on normalised targets; returns the mean loss of a member. `clip` is the distance of value
-        clipping in units of the outputs (None: no clipping). Afterwards `recurrent_states` has the states after the
-        last step."""
+        """Trains the networks on normalised targets; returns the mean loss of a member. `clip` is
+        the distance of value clipping in units of the outputs (None: no clipping). Afterwards
+        `recurrent_states` has the states after the last step."""
         recurrent_state = self.recurrent_states.get(rows.worker)
         old = self._unroll(rows, recurrent_state)[0][..., 0] if clip is not None else None
         losses = []
@@ -123,9 +123,9 @@ class ValueCritic:
 
 
 class CriticRows(NamedTuple):
-    """Training rows of a critic: observations [P, T, C, ...], first steps `is_first` (None: the networks are
-    feed-forward), seats that act `acts` (None: they play no teams), normalised targets and their weights [P, T, C]
-    each, and the number of the rollout worker."""
+    """Training rows of a critic: observations [P, T, C, ...], first steps `is_first` (None: the
+    networks are feed-forward), seats that act `acts` (None: they play no teams), normalised targets
+    and their weights [P, T, C] each, and the number of the rollout worker."""
 
     observations: Tensor
     is_first: Tensor | None
@@ -137,9 +137,9 @@ class CriticRows(NamedTuple):
 
 @dataclass
 class CriticEnsemble:
-    """The `K` critics of each policy of a stack: network k*P + p is the k-th critic of policy p. `target` is the target
-    network. With `value_per_action` a critic outputs a value for each discrete action of its seat and does not take the
-    action as input."""
+    """The `K` critics of each policy of a stack: network k*P + p is the k-th critic of policy p.
+    `target` is the target network. With `value_per_action` a critic outputs a value for each
+    discrete action of its seat and does not take the action as input."""
 
     net: Net
     target: Net
@@ -148,8 +148,8 @@ class CriticEnsemble:
     value_per_action: bool
 
     def q_values(self, net: Net, seen: Tensor, code: Tensor) -> Tensor:
-        """Returns values [K, P, R, O] float32 for inputs `seen` [P, R, ...] and encoded actions `code` [P, R, A]. O is
-        1, or A with `value_per_action`."""
+        """Returns values [K, P, R, O] float32 for inputs `seen` [P, R, ...] and encoded actions
+        `code` [P, R, A]. O is 1, or A with `value_per_action`."""
         if not self.value_per_action:
             seen = torch.cat([seen, code], -1)
         return net(seen.expand(self.num_critics, *seen.shape).flatten(0, 1)).unflatten(0, (self.num_critics, -1))

@@ -1,6 +1,6 @@
-"""Deep deterministic policy gradients (Lillicrap et al., 2016) and TD3 (Fujimoto et al., 2018); with a central critic
-MADDPG (Lowe et al., 2017) and MATD3. Discrete actions are sampled with straight-through Gumbel-softmax gradients (Jang
-et al., 2017), as in Lowe et al."""
+"""Deep deterministic policy gradients (Lillicrap et al., 2016) and TD3 (Fujimoto et al., 2018);
+with a central critic MADDPG (Lowe et al., 2017) and MATD3. Discrete actions are sampled with
+straight-through Gumbel-softmax gradients (Jang et al., 2017), as in Lowe et al."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class TD3(DeterministicConfig):
     gradient_steps: int = Field(64, ge=1)
     """Gradient steps per rollout: twice those of SAC, since target networks move at every second one."""
     target_noise: float = Field(0.2, ge=0)
-    """Standard deviation of the noise on target actions, in half-widths; discrete actions get none, since they are
-    sampled."""
+    """Standard deviation of the noise on target actions, in half-widths; discrete actions get none,
+    since they are sampled."""
     target_noise_clip: float = Field(0.5, ge=0)
     """Bound of that noise, in half-widths."""
     policy_delay: int = Field(2, ge=1)

@@ -18,9 +18,9 @@ from palestra.vector.nets.sequence_replay import SequenceBatch
 
 
 class DQN(QLearningConfig):
-    """DQN with double targets (van Hasselt et al., 2016) and a duelling head (Wang et al., 2016); n-step returns
-    (`n_step`) and prioritised replay (Schaul et al., 2016) as in Rainbow (Hessel et al., 2018). Each seat learns from
-    its own rewards; time is counted in its own decisions."""
+    """DQN with double targets (van Hasselt et al., 2016) and a duelling head (Wang et al., 2016);
+    n-step returns (`n_step`) and prioritised replay (Schaul et al., 2016) as in Rainbow (Hessel et
+    al., 2018). Each seat learns from its own rewards; time is counted in its own decisions."""
 
     type: Literal["dqn"] = "dqn"
     gradient_steps: int = Field(32, ge=1)

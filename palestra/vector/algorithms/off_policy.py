@@ -37,8 +37,8 @@ RANDOM_SHARE = 0.1
 
 
 class OffPolicyConfig(ActionValueConfig):
-    """Base config of off-policy actor-critics: collect `rollout_length` steps, add them to the replay buffer, then take
-    `gradient_steps` gradient steps."""
+    """Base config of off-policy actor-critics: collect `rollout_length` steps, add them to the
+    replay buffer, then take `gradient_steps` gradient steps."""
 
     gradient_steps: int = Field(32, ge=1)
     learning_starts: int | None = Field(None, ge=1)
@@ -47,9 +47,9 @@ class OffPolicyConfig(ActionValueConfig):
     buffer_size: int = Field(100_000, ge=1)
     """Size of the replay buffer, in joint transitions."""
     noise_correlation: float = Field(0.9, ge=0, lt=1)
-    """Correlation of the noise of successive decisions in continuous actions, also of the random actions before
-    training starts. Noise that keeps its sign for some steps moves a sluggish system; independent noise (0) averages
-    out."""
+    """Correlation of the noise of successive decisions in continuous actions, also of the random
+    actions before training starts. Noise that keeps its sign for some steps moves a sluggish
+    system; independent noise (0) averages out."""
 
     @model_validator(mode="after")
     def _learns(self) -> Self:
@@ -61,8 +61,8 @@ class OffPolicyConfig(ActionValueConfig):
         return self
 
     def is_warm(self, transitions: int, progress: float) -> bool:
-        """Returns whether training starts with this number of transitions in the replay buffer, at `progress` in
-        [0, 1] of the run."""
+        """Returns whether training starts with this number of transitions in the replay buffer, at
+        `progress` in [0, 1] of the run."""
         if self.learning_starts is not None:
             return transitions >= self.learning_starts
         return transitions >= min(MOST_RANDOM, self.buffer_size) or progress >= RANDOM_SHARE
@@ -70,9 +70,9 @@ class OffPolicyConfig(ActionValueConfig):
 
 @dataclass
 class PolicyOutput:
-    """Output of a stack's policies: network outputs `outputs` [P, R, O], encoded actions `action_codes` [P, R, A], and
-    log-probabilities if the algorithm needs them: [P, R] of the sampled actions, or [P, R, A] of every discrete action.
-    All float32."""
+    """Output of a stack's policies: network outputs `outputs` [P, R, O], encoded actions
+    `action_codes` [P, R, A], and log-probabilities if the algorithm needs them: [P, R] of the
+    sampled actions, or [P, R, A] of every discrete action. All float32."""
 
     outputs: Tensor
     action_codes: Tensor
@@ -80,8 +80,8 @@ class PolicyOutput:
 
 
 class OffPolicyLearner(ActionValueLearner):
-    """Base learner of off-policy actor-critics; a subclass defines the policies' actions, target values and losses.
-    Policies and target networks are updated every `policy_delay`-th step."""
+    """Base learner of off-policy actor-critics; a subclass defines the policies' actions, target
+    values and losses. Policies and target networks are updated every `policy_delay`-th step."""
 
     config: OffPolicyConfig
     policy_delay = 1
@@ -107,8 +107,8 @@ class OffPolicyLearner(ActionValueLearner):
 
     @abstractmethod
     def target_value(self, i: int, q: Tensor, answer: PolicyOutput) -> Tensor:
-        """Returns the target value [P, R] of a state from the critics' values `q` [K, P, R, O] of the policy's output
-        there."""
+        """Returns the target value [P, R] of a state from the critics' values `q` [K, P, R, O] of
+        the policy's output there."""
 
     @abstractmethod
     def loss(self, i: int, q: Tensor, answer: PolicyOutput, batch: UpdateBatch) -> tuple[Tensor, TensorMetrics]:
@@ -117,8 +117,8 @@ class OffPolicyLearner(ActionValueLearner):
     def penalty(
         self, i: int, batch: UpdateBatch, transitions: TransitionBatch, generator: torch.Generator
     ) -> Callable[[Tensor], Tensor] | None:
-        """Returns a further loss [P] of the critics of stack i, a function of the values [K, P, R] of the actions in
-        the batch; None here."""
+        """Returns a further loss [P] of the critics of stack i, a function of the values [K, P, R]
+        of the actions in the batch; None here."""
         return None
 
     @property
@@ -206,8 +206,8 @@ class OffPolicyLearner(ActionValueLearner):
         return targets
 
     def _next(self, i: int, transitions: TransitionBatch, generator: torch.Generator) -> PolicyOutput:
-        """Returns the next actions of stack i's policies; the idle code, with probability 1, where a seat does not
-        act."""
+        """Returns the next actions of stack i's policies; the idle code, with probability 1, where
+        a seat does not act."""
         stack = self.stacks[i]
         answer = self.target_actions(
             i,

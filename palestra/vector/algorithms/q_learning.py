@@ -69,8 +69,8 @@ class DeepQConfig(AlgorithmConfig):
     duelling: bool = False
     """Compute action values as a state value plus advantages (Wang et al., 2016)."""
     tau: float = Field(0.005, gt=0, le=1)
-    """Polyak coefficient: how far the target networks move to the online networks per target update. `tau: 1` with
-    `target_interval: 200` copies them every 200 steps."""
+    """Polyak coefficient: how far the target networks move to the online networks per target
+    update. `tau: 1` with `target_interval: 200` copies them every 200 steps."""
     target_interval: int = Field(1, ge=1)
     """Gradient steps between target updates."""
 
@@ -92,8 +92,8 @@ class QLearningConfig(DeepQConfig, EpsilonGreedyConfig):
     priority_beta: float = Field(0.4, ge=0, le=1)
     """Initial exponent of the importance weights that correct prioritised sampling; it rises to 1 over the run."""
     burn_in: int = Field(0, ge=0)
-    """First steps of a sequence that only update the recurrent state and are not trained on, unless the game began
-    within the sequence. Less than `rollout_length`."""
+    """First steps of a sequence that only update the recurrent state and are not trained on, unless
+    the game began within the sequence. Less than `rollout_length`."""
 
     @model_validator(mode="after")
     def _learns(self) -> Self:
@@ -130,8 +130,8 @@ class ValueHead(ActionHead):
         return logp, torch.zeros_like(logp)
 
     def epsilon_greedy(self, epsilon: float) -> ActionSelector:
-        """Returns an epsilon-greedy action function: with probability `epsilon` a uniform legal action, otherwise the
-        best."""
+        """Returns an epsilon-greedy action function: with probability `epsilon` a uniform legal
+        action, otherwise the best."""
 
         def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, None]:
             action = self.mode(out, action_mask)
@@ -259,12 +259,12 @@ class QLearner(NetLearner):
     def train_step(
         self, drawn: TransitionBatch | SequenceBatch, progress: float
     ) -> tuple[list[TensorMetrics], Tensor, Tensor]:
-        """Trains the policies on a replay batch; returns metrics by stack, mean absolute TD errors [T, M], and a mask
-        of the known ones [T, M]."""
+        """Trains the policies on a replay batch; returns metrics by stack, mean absolute TD errors
+        [T, M], and a mask of the known ones [T, M]."""
 
     def online_and_target_values(self, i: int, drawn: TransitionBatch | SequenceBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the online values of stack i for all actions [P, T, R, A] and for those taken, and the target values
-        of the following decisions, both [P, T, R]."""
+        """Returns the online values of stack i for all actions [P, T, R, A] and for those taken,
+        and the target values of the following decisions, both [P, T, R]."""
         stack = self.stacks[i]
         q, target_q, chooser_q = self.action_values(i, drawn)
         following = next_value(target_q, chooser_q, stack.optional_rows(drawn.next_action_mask))
@@ -352,8 +352,8 @@ def unroll_values(stack: PolicyStack, head: ValueHead, net: Net, drawn: Sequence
 
 
 def without_duelling(stack: PolicyStack, head: ValueHead) -> Net:
-    """Returns networks whose outputs are the action values themselves. Duelling combines outputs linearly, so the last
-    layer can absorb it."""
+    """Returns networks whose outputs are the action values themselves. Duelling combines outputs
+    linearly, so the last layer can absorb it."""
     if not head.duelling:
         return stack.net
     return with_last_layer(stack, head.num_actions, dueling_values)
@@ -361,8 +361,8 @@ def without_duelling(stack: PolicyStack, head: ValueHead) -> Net:
 
 @torch.no_grad()
 def with_last_layer(stack: PolicyStack, outputs: int, convert: Callable[[Tensor], Tensor]) -> Net:
-    """Returns copies of a stack's networks with `outputs` outputs: `convert` maps the weights and biases of the last
-    layer, whose last dimension is the layer's outputs."""
+    """Returns copies of a stack's networks with `outputs` outputs: `convert` maps the weights and
+    biases of the last layer, whose last dimension is the layer's outputs."""
     net = Net(
         stack.seat_mapping.input_shape,
         outputs,

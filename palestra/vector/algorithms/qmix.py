@@ -58,8 +58,8 @@ class QMIX(MixingConfig):
 
 
 class QMIXLearner(QLearner):
-    """Learner of QMIX, VDN and QPLEX. Raises ValueError for a mixer other than `vdn` on pixel observations without a
-    global state."""
+    """Learner of QMIX, VDN and QPLEX. Raises ValueError for a mixer other than `vdn` on pixel
+    observations without a global state."""
 
     config: MixingConfig
     counts_env_steps = True
@@ -143,9 +143,9 @@ class QMIXLearner(QLearner):
         return [values.new_zeros(()) for values in q], {}
 
     def _online_and_next(self, i: int, drawn: TransitionBatch | SequenceBatch) -> tuple[SeatValues, SeatValues, Tensor]:
-        """Returns the mixer's inputs from stack i (`q` and `best` [P, T, R], `actions [P, T, R, A]`): of the actions
-        taken by the online network, and of the following decisions by the target network; then the online network's
-        values of all actions [P, T, R, A]."""
+        """Returns the mixer's inputs from stack i (`q` and `best` [P, T, R], `actions [P, T, R,
+        A]`): of the actions taken by the online network, and of the following decisions by the
+        target network; then the online network's values of all actions [P, T, R, A]."""
         if self.config.mixer != "qplex":
             q, taken, following = self.online_and_target_values(i, drawn)
             return SeatValues(taken), SeatValues(following), q
@@ -182,8 +182,8 @@ class QMIXLearner(QLearner):
         return now, torch.cat([every, ends]).gather(0, step_index)
 
     def _together(self, obs: Tensor) -> Tensor:
-        """Returns all observations concatenated, [..., N, *padded] -> [..., G]; of width 0 for `vdn`, which ignores
-        them."""
+        """Returns all observations concatenated, [..., N, *padded] -> [..., G]; of width 0 for
+        `vdn`, which ignores them."""
         if self.config.mixer == "vdn":
             return obs.new_zeros(*obs.shape[: obs.dim() - len(self.env.observation_shapes[0]) - 1], 0)
         return self.global_features(obs, None, obs.dim() - len(self.env.observation_shapes[0]) - 1)

@@ -1,5 +1,5 @@
-"""Soft actor-critic for continuous (Haarnoja et al., 2018) and discrete actions (Christodoulou, 2019); with a central
-critic it is MASAC."""
+"""Soft actor-critic for continuous (Haarnoja et al., 2018) and discrete actions (Christodoulou,
+2019); with a central critic it is MASAC."""
 
 from __future__ import annotations
 

@@ -164,9 +164,9 @@ class ActorPool:
         self._release = weakref.finalize(self, _release, self.actors, self.all_buffers)
 
     def collect(self, players: Sequence[VectorPolicy], steps: int, seed: int) -> RolloutBatch:
-        """Returns the next batch, which is valid until the next call; ignores `players`, `steps` and `seed`, which the
-        actors choose themselves. Raises RunFailed if an actor's env failed, and ValueError if an actor dies
-        repeatedly."""
+        """Returns the next batch, which is valid until the next call; ignores `players`, `steps`
+        and `seed`, which the actors choose themselves. Raises RunFailed if an actor's env failed,
+        and ValueError if an actor dies repeatedly."""
         self._publish()
         dropped = 0
         while True:

@@ -83,8 +83,8 @@ class _ToPettingZoo:
         }
 
     def episode_ends(self) -> tuple[dict[str, bool], dict[str, bool]]:
-        """Returns the agents that the step terminated and those that it truncated: none before the game is over for
-        all."""
+        """Returns the agents that the step terminated and those that it truncated: none before the
+        game is over for all."""
         vector_step = self.vector_step
         dead = np.full(len(self.possible_agents), vector_step.terminated[0])
         if self._over and vector_step.seat_terminated is not None:

@@ -37,8 +37,8 @@ from palestra.vector.nets.on_device import RolloutTensors, constant, exponential
 
 
 class COMA(AlgorithmConfig):
-    """COMA: collect a rollout, train the critics on TD(lambda) returns, then take one gradient step with each
-    policy."""
+    """COMA: collect a rollout, train the critics on TD(lambda) returns, then take one gradient step
+    with each policy."""
 
     type: Literal["coma"] = "coma"
     gamma: float = Field(0.99, ge=0, le=1)
@@ -69,8 +69,8 @@ def counterfactual_advantages(q: Tensor, policy: Tensor, actions: Tensor) -> Ten
 
 @dataclass
 class CriticInputs:
-    """Critic inputs of shape [...]: `inputs` [..., N, D] float32, each seat's action probabilities `action_probs` [...,
-    N, A] and `actions` [..., N] int64; zeros for seats that do not learn."""
+    """Critic inputs of shape [...]: `inputs` [..., N, D] float32, each seat's action probabilities
+    `action_probs` [..., N, A] and `actions` [..., N] int64; zeros for seats that do not learn."""
 
     inputs: Tensor
     action_probs: Tensor
@@ -206,8 +206,8 @@ class COMALearner(NetLearner):
     # ---- critic inputs
 
     def _critic_inputs(self, batch: RolloutTensors) -> tuple[CriticInputs, CriticInputs]:
-        """Returns critic inputs of the batch [T+1, B], with sampled actions at the last step, and of the ends of games
-        [F], with all actions sampled."""
+        """Returns critic inputs of the batch [T+1, B], with sampled actions at the last step, and
+        of the ends of games [F], with all actions sampled."""
         (T, B, N), A, F = batch.rewards.shape, self.num_actions, len(batch.final_obs)
         policy, last = (torch.zeros(*shape, N, A, device=self.device) for shape in ((T + 1, B), (F,)))
         for stack in self.stacks:
@@ -248,8 +248,8 @@ class COMALearner(NetLearner):
         return torch.argmax(policy / race, -1)
 
     def _critic_features(self, obs: Tensor, state: Tensor | None, actions: Tensor, agent_mask: Tensor) -> Tensor:
-        """Returns the critic input of each seat [..., N, D]: state or all observations, the others' actions (one-hot),
-        and the seat."""
+        """Returns the critic input of each seat [..., N, D]: state or all observations, the others'
+        actions (one-hot), and the seat."""
         N = len(self.env.seats)
         A = self.num_actions
         ids = identity(len(self.env.seats), self.device)
@@ -261,8 +261,8 @@ class COMALearner(NetLearner):
 
     @torch.no_grad()
     def _values(self, nets: list[Net], critic_inputs: CriticInputs) -> Tensor:
-        """Returns a value for each action of each seat [..., N, A] from the critics `nets`; 0 for actions that a seat
-        lacks."""
+        """Returns a value for each action of each seat [..., N, A] from the critics `nets`; 0 for
+        actions that a seat lacks."""
         q = torch.zeros_like(critic_inputs.action_probs)
         lead = critic_inputs.action_probs.dim() - 2
         for stack, net in zip(self.stacks, nets, strict=True):

@@ -23,8 +23,8 @@ from palestra.vector.nets.sequence_replay import SequenceBatch
 
 
 class CQL(OfflineConfig, DeepQConfig):
-    """CQL: offline deep Q-learning on recorded episodes, for discrete actions. Each seat learns from its own rewards;
-    time is counted in its own decisions."""
+    """CQL: offline deep Q-learning on recorded episodes, for discrete actions. Each seat learns
+    from its own rewards; time is counted in its own decisions."""
 
     type: Literal["cql"] = "cql"
     conservative_coef: float = Field(1.0, ge=0)
@@ -36,8 +36,8 @@ class CQL(OfflineConfig, DeepQConfig):
 
 
 class CQLLearner(OfflineLearner, DQNLearner):
-    """Learner of CQL. Raises ValueError for recurrent policies, actions that are not discrete, and data that do not fit
-    the env or its policies."""
+    """Learner of CQL. Raises ValueError for recurrent policies, actions that are not discrete, and
+    data that do not fit the env or its policies."""
 
     config: CQL  # type: ignore[assignment]
 

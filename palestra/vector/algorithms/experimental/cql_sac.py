@@ -32,16 +32,16 @@ class CQLSAC(OfflineConfig, SoftConfig, ActionValueConfig):
     """Weight of the gap between the soft maximum of action values and the value of the action in the data (the paper's
     alpha); 0 is soft actor-critic on the data. Scale it with the size of rewards."""
     sampled_actions: int = Field(10, ge=1)
-    """Sampled actions of each kind that estimate the soft maximum: uniform ones, the policy's in the same state, and
-    the policy's in the next state."""
+    """Sampled actions of each kind that estimate the soft maximum: uniform ones, the policy's in
+    the same state, and the policy's in the next state."""
 
     def learner_class(self) -> Callable[..., NetLearner]:
         return CQLSACLearner
 
 
 class CQLSACLearner(OfflineLearner, SACLearner):
-    """Learner of CQL for continuous actions. Raises ValueError for discrete actions, for recurrent policies, and for
-    data that do not fit the env or its policies."""
+    """Learner of CQL for continuous actions. Raises ValueError for discrete actions, for recurrent
+    policies, and for data that do not fit the env or its policies."""
 
     config: CQLSAC
     noise_correlation = 0.0

@@ -100,8 +100,8 @@ class FACMACLearner(DDPGLearner):
 
     @torch.no_grad()
     def team_target(self, transitions: TransitionBatch, generator: torch.Generator) -> Tensor:
-        """Returns the critic's targets [M]: the team's reward plus the discounted value, by the target networks, of the
-        target policies' next actions (eq. 5)."""
+        """Returns the critic's targets [M]: the team's reward plus the discounted value, by the
+        target networks, of the target policies' next actions (eq. 5)."""
         values = []
         for i, (stack, critic) in enumerate(zip(self.stacks, self.critics, strict=True)):
             observations = stack.observations(transitions.next_obs, 1)
@@ -157,8 +157,8 @@ class FACMACLearner(DDPGLearner):
     def policy_gradient(
         self, transitions: TransitionBatch, batches: list[UpdateBatch], answers: list[PolicyOutput]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Returns the mean team value of the current policies' actions at all seats (eq. 7), a scalar, and its
-        gradients with respect to each stack's encoded actions [P, R, A]."""
+        """Returns the mean team value of the current policies' actions at all seats (eq. 7), a
+        scalar, and its gradients with respect to each stack's encoded actions [P, R, A]."""
         leaves = [answer.action_codes.detach().requires_grad_() for answer in answers]
         values = []
         for critic, batch, leaf in zip(self.critics, batches, leaves, strict=True):

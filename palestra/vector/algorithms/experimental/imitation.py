@@ -66,8 +66,8 @@ class DemoBatch:
         ]
 
     def sample(self, count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Samples `count` sequences of `length` steps: returns their indices t * C + c (int64) and a mask of the
-        actions to imitate, [P, L, M] each."""
+        """Samples `count` sequences of `length` steps: returns their indices t * C + c (int64) and
+        a mask of the actions to imitate, [P, L, M] each."""
         _, T, C = self.agent_mask.shape
         device = self.agent_mask.device
         places = [torch.randint(len(own), (count,), generator=generator).to(device) for own in self.starts]
@@ -93,8 +93,8 @@ class DemoBatch:
 
 
 def load_demonstrations(paths: Sequence[str], learner: NetLearner, *, memory: bool) -> list[DemoBatch]:
-    """Returns the demonstrations of each stack. Raises ValueError if a policy has no action in them, or if a recurrent
-    policy has no first step of a game."""
+    """Returns the demonstrations of each stack. Raises ValueError if a policy has no action in
+    them, or if a recurrent policy has no first step of a game."""
     batch = RolloutTensors.of(read_vector_episodes(paths, learner.env), learner.device)
     where = ", ".join(paths)
     found = [DemoBatch(stack, batch, memory and stack.config.is_recurrent) for stack in learner.stacks]
@@ -114,8 +114,8 @@ def load_demonstrations(paths: Sequence[str], learner: NetLearner, *, memory: bo
 
 
 class BC(AlgorithmConfig):
-    """Behaviour cloning: maximises the likelihood of the actions in recorded episodes. Play in the env only measures
-    the policy."""
+    """Behaviour cloning: maximises the likelihood of the actions in recorded episodes. Play in the
+    env only measures the policy."""
 
     type: Literal["bc"] = "bc"
     demonstrations: EpisodeFiles
@@ -197,8 +197,8 @@ class BCLearner(NetLearner):
 
 
 class GAIL(ActorCriticConfig):
-    """GAIL: PPO (see there) on the rewards of a discriminator that separates the policy's transitions from those in
-    recorded episodes."""
+    """GAIL: PPO (see there) on the rewards of a discriminator that separates the policy's
+    transitions from those in recorded episodes."""
 
     type: Literal["gail"] = "gail"
     demonstrations: EpisodeFiles
@@ -227,8 +227,8 @@ class GAIL(ActorCriticConfig):
 
 @dataclass
 class Discriminator:
-    """Discriminators of a stack, one network per member: transitions [P, R, D] -> logits [P, R] of being the
-    expert's."""
+    """Discriminators of a stack, one network per member: transitions [P, R, D] -> logits [P, R] of
+    being the expert's."""
 
     net: Net
     optimizer: StackedOptimizer
@@ -238,8 +238,8 @@ class Discriminator:
 
 
 class GAILLearner(ActorCriticLearner):
-    """Learner of GAIL. Raises ValueError for pixel observations, and if the demonstrations do not fit the env or its
-    policies."""
+    """Learner of GAIL. Raises ValueError for pixel observations, and if the demonstrations do not
+    fit the env or its policies."""
 
     def __init__(self, config: GAIL, spec: NetLearnerSpec) -> None:
         if any(map(spec.env.sees_image, spec.learning_seats)):

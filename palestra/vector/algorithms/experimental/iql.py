@@ -36,11 +36,11 @@ class IQL(OfflineConfig, ActionValueConfig):
 
     type: Literal["iql"] = "iql"
     expectile: float = Field(0.7, gt=0, lt=1)
-    """Expectile of the action values that defines a state's value: 0.5 gives the value of the policy that played,
-    larger expectiles approach the value of the best action in the data."""
+    """Expectile of the action values that defines a state's value: 0.5 gives the value of the
+    policy that played, larger expectiles approach the value of the best action in the data."""
     beta: float = Field(3.0, ge=0)
-    """Inverse temperature: an action's weight in imitation is exp(beta * advantage); 0 is behaviour cloning. Scale it
-    with the size of rewards."""
+    """Inverse temperature: an action's weight in imitation is exp(beta * advantage); 0 is behaviour
+    cloning. Scale it with the size of rewards."""
     max_weight: float = Field(100.0, gt=0)
     """Upper bound of that weight."""
 

@@ -21,8 +21,8 @@ class OfflineConfig(AlgorithmConfig):
     """Base config of offline learning."""
 
     data: EpisodeFiles
-    """Path of a file of episodes (.parquet) that `palestra collect` wrote, or a list of them. Each seat learns from the
-    actions recorded at it, whichever policy played them."""
+    """Path of a file of episodes (.parquet) that `palestra collect` wrote, or a list of them. Each
+    seat learns from the actions recorded at it, whichever policy played them."""
     rollout_length: int = Field(16, ge=1)
     """Env steps between updates, of every parallel game; they measure the policies and are not trained on."""
     gradient_steps: int = Field(64, ge=1)
@@ -30,8 +30,8 @@ class OfflineConfig(AlgorithmConfig):
 
 
 class DataSet(ReplayBuffer):
-    """Replay buffer of the episodes in files. Its state is the digest of the files, so that a run resumes on the same
-    data only. `options` are those of `ReplayBuffer`."""
+    """Replay buffer of the episodes in files. Its state is the digest of the files, so that a run
+    resumes on the same data only. `options` are those of `ReplayBuffer`."""
 
     def __init__(self, paths: Sequence[str], batch: RolloutBatch, **options: Any) -> None:
         super().__init__(len(batch.rewards), **options)
@@ -59,8 +59,8 @@ class OfflineLearner(NetLearner):
     is_warm = True  # there are data from the start
 
     def build_replay(self) -> DataSet:
-        """Reads the data and scales observations by them. Raises ValueError if they do not fit the env, or hold nothing
-        that a policy can learn from."""
+        """Reads the data and scales observations by them. Raises ValueError if they do not fit the
+        env, or hold nothing that a policy can learn from."""
         batch = read_vector_episodes(self.config.data, self.env)
         if self.config.time_limit == "ends":
             batch = terminate_truncated(batch)
