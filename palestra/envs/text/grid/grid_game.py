@@ -6,10 +6,11 @@ separate: the team reward is for changes of the board, a local reward for what o
 
 from __future__ import annotations
 
+import copy
 import random
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from palestra.core.types import Seat, Step
 from palestra.envs.base import Env
@@ -75,6 +76,10 @@ class GridGame(Env):
 
     @abstractmethod
     def write_plan(self, plan: tuple[Any, ...]) -> str: ...
+
+    def fork(self) -> Self:
+        """Returns an independent copy: states are replaced, not changed."""
+        return copy.copy(self)
 
     @abstractmethod
     def milestones(self, state: Any, plan: tuple[Any, ...]) -> list[Any]:
