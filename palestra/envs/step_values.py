@@ -152,13 +152,12 @@ def number(value: Any) -> float | None:
 
 
 def _reward(value: Any, env: str, payee: str) -> float:
-    if (reward := number(value)) is None:
+    reward = number(value)
+    if reward is None or not math.isfinite(reward):
         raise ValueError(
             f'env "{env}" gives {payee} a reward of {short_repr(value)} ({type(value).__name__}): rewards must be '
             "finite numbers"
         )
-    if not math.isfinite(reward):
-        raise ValueError(f'env "{env}" gives {payee} a reward of {reward}: rewards must be finite numbers')
     return reward
 
 
