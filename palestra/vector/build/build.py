@@ -33,6 +33,7 @@ from palestra.vector.config import (
     TrainedNetConfig,
     VectorConfig,
     VectorEvalConfig,
+    VectorPolicyConfig,
 )
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner
 from palestra.vector.learners.policy_stack import NetPolicyConfig, plays_team, read_policy
@@ -341,7 +342,8 @@ def make_fixed_players(
         policy = config.policies[name]
         return member_folder(policy.path) if isinstance(policy, FrozenNetConfig) else None
 
-    return [make_fixed_player(config, env, seats, name, device) for name, seats in group_teams(fixed, folder_of)]
+    players = group_teams(fixed, folder_of)
+    return [make_fixed_player(config.policies[name], env, seats, name, device) for name, seats in players]
 
 
 def group_teams(
@@ -359,10 +361,9 @@ def group_teams(
 
 
 def make_fixed_player(
-    config: VectorConfig, env: VectorEnv, seats: Sequence[Seat], name: str, device: torch.device = CPU
+    policy: VectorPolicyConfig, env: VectorEnv, seats: Sequence[Seat], name: str, device: torch.device = CPU
 ) -> VectorPolicy:
-    """Returns the player of some seats by an untrained policy; a network acts on `device`."""
-    policy = config.policies[name]
+    """Returns the player of some seats by an untrained `policy`; a network acts on `device`."""
     numbers = [env.seats.index(seat) for seat in seats]
     label = f"{name}/{'+'.join(seats)}"
     if isinstance(policy, RandomActionsConfig):
