@@ -113,9 +113,10 @@ class QMIXLearner(QLearner):
         leaves = [now.q.detach().requires_grad_() for now, _, _ in judged]  # for gradients of the mixer's inputs
         online = [replace(now, q=leaf) for (now, _, _), leaf in zip(judged, leaves, strict=True)]
         state, next_state = self.states(drawn)
-        total = self._mix(self.mixer, online, drawn.agent_mask, state)
+        total = mix_values(self.mixer, self.stacks, online, drawn.agent_mask, state)
+        following = [then for _, then, _ in judged]
         with torch.no_grad():
-            after = self._mix(self.target_mixer, [then for _, then, _ in judged], drawn.next_agent_mask, next_state)
+            after = mix_values(self.target_mixer, self.stacks, following, drawn.next_agent_mask, next_state)
         # with joint time all seats have the same discount and weight
         discount = drawn.discounts[..., self.seats[0]]
         weight = drawn.weight[..., self.seats[0]]
@@ -164,10 +165,6 @@ class QMIXLearner(QLearner):
         one_hot = nn.functional.one_hot(action, self._num_actions).to(q.dtype)
         return SeatValues(gather_values(q, action), next_value(q.detach(), q, action_mask), one_hot)
 
-    def _mix(self, mixer: nn.Module, values: list[SeatValues], agent_mask: Tensor, state: Tensor) -> Tensor:
-        """Returns the team's value [T, M] from the stacks' values; 0 for seats that do not act."""
-        return mix_values(mixer, self.stacks, values, agent_mask, state)
-
     def states(self, drawn: TransitionBatch | SequenceBatch) -> tuple[Tensor, Tensor]:
         """Returns the mixer's state inputs, current and next [T, M, G]."""
         if drawn.state is not None and drawn.next_state is not None:
@@ -184,6 +181,7 @@ class QMIXLearner(QLearner):
     def _together(self, obs: Tensor) -> Tensor:
         """Returns all observations concatenated, [..., N, *padded] -> [..., G]; of width 0 for
         `vdn`, which ignores them."""
+        lead = obs.dim() - len(self.env.observation_shapes[0]) - 1
         if self.config.mixer == "vdn":
-            return obs.new_zeros(*obs.shape[: obs.dim() - len(self.env.observation_shapes[0]) - 1], 0)
-        return self.global_features(obs, None, obs.dim() - len(self.env.observation_shapes[0]) - 1)
+            return obs.new_zeros(*obs.shape[:lead], 0)
+        return self.global_features(obs, None, lead)

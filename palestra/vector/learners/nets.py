@@ -119,10 +119,9 @@ class NetLearner(ABC):
                 "attention_type out"
             )
         self.stacks = [self.build_stack(seat_mapping) for seat_mapping in self.seat_mappings(seats)]
-        scaled = self.uses_global_features and any(policy.normalize_observations for policy in self.policies.values())
-        self.global_norm = (
-            RunningNorm(1, self.global_size, clip=MAX_NORMALISED_INPUT).to(self.device) if scaled else None
-        )
+        self.global_norm: RunningNorm | None = None
+        if self.uses_global_features and any(policy.normalize_observations for policy in self.policies.values()):
+            self.global_norm = RunningNorm(1, self.global_size, clip=MAX_NORMALISED_INPUT).to(self.device)
 
     def seat_mappings(self, seats: dict[str, list[int]]) -> list[SeatMapping]:
         """Returns the seat mapping of each stack: the policies of a stack are trained in one pass."""
@@ -140,12 +139,10 @@ class NetLearner(ABC):
                 f"normalize_observations: {', '.join(seat_mapping.names)} sees an image beside other numbers, and "
                 "pixels must not be scaled one by one: leave it out, and let the env scale the other numbers"
             )
-        normalised = config.normalize_observations and len(seat_mapping.observation_shape) == 1
-        norm = (
-            RunningNorm(len(seat_mapping.names), seat_mapping.input_shape[0], clip=MAX_NORMALISED_INPUT).to(self.device)
-            if normalised
-            else None
-        )
+        norm = None
+        if config.normalize_observations and len(seat_mapping.observation_shape) == 1:
+            norm = RunningNorm(len(seat_mapping.names), seat_mapping.input_shape[0], clip=MAX_NORMALISED_INPUT)
+            norm.to(self.device)
         return PolicyStack(seat_mapping, config, head, net, optimizer, norm)
 
     def build_head(self, space: Space) -> ActionHead:

@@ -33,9 +33,7 @@ from palestra.vector.nets.transformer import MultiAgentTransformer
 from palestra.vector.policies.frozen import NetMember
 from palestra.vector.policies.nets import ActionSelector, NetVectorPolicy, greedy_selector
 
-MAX_NORMALISED_INPUT = (
-    10.0  # maximum of normalised inputs in deviations from the mean; first observations can be extreme
-)
+MAX_NORMALISED_INPUT = 10.0  # deviations from the mean; first observations can be extreme
 
 
 class NetPolicyConfig(OptimizedPolicy, NetConfig):

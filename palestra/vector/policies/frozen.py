@@ -159,16 +159,13 @@ class NetGroup:
         else:
             out = self.net(x)
             memory = None
-        action_mask = (
-            None
-            if rows.frame.action_mask is None
-            else torch.from_numpy(rows.frame.action_mask[rows.env_index, rows.seat_index])
-        )
+        action_mask = None
+        if (masks := rows.frame.action_mask) is not None:
+            action_mask = torch.from_numpy(masks[rows.env_index, rows.seat_index])
         out = out.flatten(0, 1)[place]
-        chosen = (
-            self.head.mode(out, action_mask) if self.greedy else self.head.sample(out, action_mask, rows.generator)[0]
-        )
-        return chosen.numpy(), memory
+        if self.greedy:
+            return self.head.mode(out, action_mask).numpy(), memory
+        return self.head.sample(out, action_mask, rows.generator)[0].numpy(), memory
 
     def _views(self, rows: ActBatch) -> Tensor:
         """Returns the networks' inputs [R, *inputs]."""
