@@ -209,12 +209,9 @@ class OffPolicyLearner(ActionValueLearner):
         """Returns the next actions of stack i's policies; the idle code, with probability 1, where
         a seat does not act."""
         stack = self.stacks[i]
-        answer = self.target_actions(
-            i,
-            stack.observations(transitions.next_obs, 1),
-            stack.optional_rows(transitions.next_action_mask, 1),
-            generator,
-        )
+        observations = stack.observations(transitions.next_obs, 1)
+        action_mask = stack.optional_rows(transitions.next_action_mask, 1)
+        answer = self.target_actions(i, observations, action_mask, generator)
         if self.config.critic == "own":  # the next step is the seat's own next decision
             return answer
         agent_mask = stack.rows(transitions.next_agent_mask, 1)[..., None]

@@ -59,11 +59,8 @@ class DemoBatch:
     @property
     def policies_without_actions(self) -> list[str]:
         """The policies without any action in the demonstrations."""
-        return [
-            name
-            for name, agent_mask in zip(self.stack.seat_mapping.names, self.agent_mask, strict=True)
-            if not agent_mask.any()
-        ]
+        masks = zip(self.stack.seat_mapping.names, self.agent_mask, strict=True)
+        return [name for name, agent_mask in masks if not agent_mask.any()]
 
     def sample(self, count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Samples `count` sequences of `length` steps: returns their indices t * C + c (int64) and
@@ -257,12 +254,8 @@ class GAILLearner(ActorCriticLearner):
         lr = self.imitation.discriminator_lr or stack.config.lr
         config = stack.config.without_memory().model_copy(update={"communication_rounds": 0, "lr": lr})
         seeds = [derive_seed(self.seeds[name], "discriminator") for name in seat_mapping.names]
-        net = Net(
-            (int(np.prod(seat_mapping.input_shape)) + encoding_size(seat_mapping.action_space),),
-            1,
-            config,
-            make_generators(seeds),
-        ).to(self.device)
+        inputs = int(np.prod(seat_mapping.input_shape)) + encoding_size(seat_mapping.action_space)
+        net = Net((inputs,), 1, config, make_generators(seeds)).to(self.device)
         return Discriminator(net, StackedOptimizer(net, seat_mapping.names, config, self.process_group))
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:

@@ -123,6 +123,5 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
         stack.version += 1
         seats = share.sum(1).clamp(min=1e-8)
         means = {"entropy": entropy.detach(), "advantage": advantage}
-        return {"policy_loss": loss.detach(), "grad_norm": norms} | {
-            name: (share * of).sum(1) / seats for name, of in means.items()
-        }
+        metrics = {name: (share * of).sum(1) / seats for name, of in means.items()}
+        return {"policy_loss": loss.detach(), "grad_norm": norms} | metrics
