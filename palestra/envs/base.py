@@ -71,14 +71,14 @@ class Env(ABC):
         return copy.deepcopy(self, {id(rng): _same_state(rng) for rng in generators})
 
     def instance_of(self, seed: int) -> Any:
-        """Returns what identifies the instance of `seed`, a number, a text or a tuple of such, by default the seed:
-        equal values stand for one instance, which then counts once in the intervals of evaluations. Called after
-        `reset`."""
+        """Returns what identifies the instance of `seed`, a number, a text or a tuple of such, by
+        default the seed: equal values stand for one instance, which then counts once in the
+        intervals of evaluations. Called after `reset`."""
         return seed
 
     def rules_for(self, seat: Seat) -> str:
-        """Returns the rules of the game and the form of an answer, for a person who plays `seat`: by default the text
-        of the seat's role."""
+        """Returns the rules of the game and the form of an answer, for a person who plays `seat`:
+        by default the text of the seat's role."""
         return self.roles.get(seat, "")
 
     def close(self) -> Awaitable[None] | None:  # noqa: B027 - most envs hold no resources

@@ -80,8 +80,8 @@ def made_class(env: Any) -> type:
 
 
 def new_env(make: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """Returns the env that a class or function makes. Raises ValueError, with the place, if its code fails, and if an
-    env has no seats."""
+    """Returns the env that a class or function makes. Raises ValueError, with the place, if its
+    code fails, and if an env has no seats."""
     name = getattr(make, "__name__", "")
     try:
         env = make(**options)
@@ -133,8 +133,8 @@ def find_local_env(type: str) -> EnvClass:
 
 
 def _factory_class(factory: Callable[..., Any], cls: EnvClass) -> EnvClass:
-    """Returns a class that makes envs by calling `factory`: a subclass of their class `cls`, with the options of
-    `factory`."""
+    """Returns a class that makes envs by calling `factory`: a subclass of their class `cls`, with
+    the options of `factory`."""
 
     def options(self: Any, **_: Any) -> None:  # only its annotations are used: they are the schema of the options
         raise NotImplementedError

@@ -34,13 +34,14 @@ def rules_for_env(env_type: str, **options: Any) -> Rules[Any] | None:
     An env has no rules here if its game is too large for exact solvers or is not turn-based. Options that concern only
     the env (`num_processes`) are ignored.
     """
-    if env_type == "openspiel":
-        from palestra.envs.adapters.openspiel import openspiel_rules
-
-        return openspiel_rules(**{name: options[name] for name in ("game", "view") if name in options})
-    if env_type not in RULES_BY_ENV:
+    if not may_have_rules(env_type) or why_no_rules(env_type, **options):
         return None
-    rules = RULES_BY_ENV[env_type]
+    if env_type == "openspiel":
+        from palestra.envs.adapters.openspiel import OpenSpielRules
+
+        rules: type[Rules[Any]] = OpenSpielRules
+    else:
+        rules = RULES_BY_ENV[env_type]
     known = inspect.signature(rules).parameters
     return rules(**{name: value for name, value in options.items() if name in known})
 
@@ -51,10 +52,9 @@ def may_have_rules(env_type: str) -> bool:
 
 
 def why_no_rules(env_type: str, **options: Any) -> str:
-    """Returns the reason why an env has no rules here, as a part of a sentence; "" if it has rules, or no reason is
-    known."""
+    """Returns why an env has no rules here, as part of a sentence; "" if it has, or why is unknown."""
     if env_type != "openspiel":
         return ""
-    from palestra.envs.adapters.openspiel import DEFAULT_GAME, why_no_openspiel_rules
+    from palestra.envs.adapters.openspiel import DEFAULT_GAME, why_not_enumerable
 
-    return why_no_openspiel_rules(options.get("game", DEFAULT_GAME))
+    return why_not_enumerable(options.get("game", DEFAULT_GAME))

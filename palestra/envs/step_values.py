@@ -22,10 +22,10 @@ SUCCESS_KEY = "success"  # key in the info of an episode's last step
 
 
 def checked_step(step: Step, env: str, seats: Iterable[Seat]) -> Step:
-    """Returns a step of the env called `env`, which has these `seats`, with rewards as floats and info as it is stored
-    (core/plain_values.py). Raises ValueError, with the env's name, for rewards of unknown seats, rewards that are not
-    finite numbers, a success that is not a truth value or a number from 0 to 1, or such values by seat, and what
-    cannot be stored."""
+    """Returns a step of the env called `env`, which has these `seats`, with rewards as floats and
+    info as it is stored (core/plain_values.py). Raises ValueError, with the env's name, for rewards
+    of unknown seats, rewards that are not finite numbers, a success that is not a truth value or a
+    number from 0 to 1, or such values by seat, and what cannot be stored."""
     known = list(seats)
     for part in ("observations", "rewards", "info"):
         if not isinstance(getattr(step, part), Mapping):
@@ -76,8 +76,8 @@ def _check_success(success: Any, env: str, seats: Collection[Seat]) -> None:
 
 
 def _check_flags(step: Step, env: str, seats: Collection[Seat]) -> None:
-    """Raises ValueError, with the env's name, for flags that are none, flags and legal actions of unknown seats, and a
-    cut-off of an episode that goes on."""
+    """Raises ValueError, with the env's name, for flags that are none, flags and legal actions of
+    unknown seats, and a cut-off of an episode that goes on."""
     invalid = step.info.get("invalid")
     reason = step.info.get("why_invalid")
     named = [*(step.legal_actions or ())]
@@ -109,8 +109,8 @@ def _check_flags(step: Step, env: str, seats: Collection[Seat]) -> None:
 
 
 def check_observations(observations: Mapping[Seat, Any], env: str) -> None:
-    """Raises ValueError, with the env's name, for an observation that is none, a list of messages (which would become
-    the text of a Python list), or one that cannot be stored."""
+    """Raises ValueError, with the env's name, for an observation that is none, a list of messages
+    (which would become the text of a Python list), or one that cannot be stored."""
     for seat, seen in observations.items():
         is_list = isinstance(seen, list | tuple) and any(isinstance(part, dict) for part in seen)
         if seen is None or is_list:
@@ -152,13 +152,12 @@ def number(value: Any) -> float | None:
 
 
 def _reward(value: Any, env: str, payee: str) -> float:
-    if (reward := number(value)) is None:
+    reward = number(value)
+    if reward is None or not math.isfinite(reward):
         raise ValueError(
             f'env "{env}" gives {payee} a reward of {short_repr(value)} ({type(value).__name__}): rewards must be '
             "finite numbers"
         )
-    if not math.isfinite(reward):
-        raise ValueError(f'env "{env}" gives {payee} a reward of {reward}: rewards must be finite numbers')
     return reward
 
 

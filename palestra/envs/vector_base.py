@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import numpy as np
 
 from palestra.core.types import Seat
+from palestra.envs.support.options import check_at_least
 
 Arrays = dict[str, np.ndarray]
 ReportsSuccess = bool | Literal["by_seat"]
@@ -160,6 +161,12 @@ class VectorStep:
         """Returns a step with copies of all arrays."""
         return self.map_arrays(np.copy)
 
+    def clear_results(self) -> None:
+        """Sets rewards, ends and successes to 0, as after a reset."""
+        for name in ("rewards", "terminated", "truncated", "success", "seat_terminated"):
+            if (array := getattr(self, name)) is not None:
+                array[:] = 0
+
 
 class GamesDiffer(ValueError):
     """Raised by `VectorEnv.load` if games that it plays again are not those that were saved."""
@@ -197,7 +204,8 @@ def empty_step(
     """Returns a step of zeros in which all seats act. Observations are of shape `observation_shape` and of `dtype`.
     `num_actions` adds an action mask of that length with every action legal, `state_size` a global state of that
     length, `reports_success` the array of successes, those of games or "by_seat", `has_seat_terminated`
-    `seat_terminated`."""
+    `seat_terminated`. Raises ValueError for `num_envs` below 1."""
+    check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
     B = num_envs
     N = num_seats
     step = VectorStep(
@@ -266,8 +274,8 @@ class VectorEnv(ABC):
     observation_entities: tuple[tuple[Entities, ...], ...] = ()
 
     def adopt_spaces(self, other: Any) -> None:
-        """Takes over seats, observation shapes and images, action spaces and size of the state from another env, or
-        from a spec that has these attributes."""
+        """Takes over seats, observation shapes and images, action spaces and size of the state from
+        another env, or from a spec that has these attributes."""
         self.seats = other.seats
         self.observation_shapes = other.observation_shapes
         self.observation_images = other.observation_images
@@ -299,8 +307,8 @@ class VectorEnv(ABC):
         first numbers of its seat, a discrete one the first."""
 
     def save(self) -> Arrays | None:
-        """Returns everything that `load` needs to continue exactly, as arrays by name; None if the env cannot be saved
-        (its games then start anew when a run resumes from a checkpoint)."""
+        """Returns everything that `load` needs to continue exactly, as arrays by name; None if the
+        env cannot be saved (its games then start anew when a run resumes from a checkpoint)."""
         return None
 
     def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:

@@ -104,8 +104,8 @@ class _Check:
         other.close()
 
     def other_seeds(self, env: VectorEnv, frames: list[VectorStep]) -> None:
-        """Fails if another seed gives the same first observations although the games differ from each other: games
-        without chance pass."""
+        """Fails if another seed gives the same first observations although the games differ from
+        each other: games without chance pass."""
         first = frames[0].obs
         if np.array_equal(first[0], first[1]):
             return
@@ -208,8 +208,8 @@ class _Check:
 
 
 def random_actions(env: VectorEnv, vector_step: VectorStep, rng: np.random.Generator) -> np.ndarray:
-    """Returns uniform legal actions for all seats, also for seats that do not act, in the shape and dtype that `step`
-    takes."""
+    """Returns uniform legal actions for all seats, also for seats that do not act, in the shape and
+    dtype that `step` takes."""
     B = env.num_envs
     action_mask = vector_step.action_mask
     if all(isinstance(space, Discrete) for space in env.action_spaces):

@@ -20,10 +20,10 @@ from palestra.evaluation.game_policy import nash_conv_metrics, policy_table
 from palestra.evaluation.target import EvalResult, OnProgress, Target, assign_seats, find_target
 from palestra.vector.build.build import group_teams, make_fixed_player, policy_by_seat, team_by_seat
 from palestra.vector.build.envs import make_vector_env, seed_notes
-from palestra.vector.config import ScriptConfig, VectorConfig
+from palestra.vector.config import RandomActionsConfig, ScriptConfig, VectorConfig
 from palestra.vector.learners.policy_stack import read_policy
 from palestra.vector.nets.on_device import CPU
-from palestra.vector.policies.base import UniformVectorPolicy, VectorPolicy
+from palestra.vector.policies.base import VectorPolicy
 from palestra.vector.rollouts.episodes import record_vector_episodes
 from palestra.vector.trainer import play_eval
 
@@ -151,20 +151,18 @@ def load_player(
 ) -> VectorPolicy:
     """Returns the player of some seats by name: a policy of the target, "random", "script:NAME", or "RUN:NAME" of
     another run. Raises ValueError for an unknown name."""
-    label = f"{name}/{'+'.join(seats)}"
-    numbers = [env.seats.index(seat) for seat in seats]
     if name == "random":
-        return UniformVectorPolicy(env, numbers, label)
+        return make_fixed_player(RandomActionsConfig(), env, seats, name)
     if name.startswith("script:"):
-        config = validate(VectorConfig, target.tree)
-        script = config.model_copy(update={"policies": {name: ScriptConfig(script=name.removeprefix("script:"))}})
-        return make_fixed_player(script, env, seats, name)
+        return make_fixed_player(ScriptConfig(script=name.removeprefix("script:")), env, seats, name)
+    label = f"{name}/{'+'.join(seats)}"
     target, name = target.find_policy(name)
     if folder := target.weights(name):
+        numbers = [env.seats.index(seat) for seat in seats]
         player = read_policy(folder, env, numbers, best=greedy, device=device)
         player.name = label
         return player
     config = validate(VectorConfig, target.tree)
     if name not in config.policies or config.policies[name].type == "net":
         target.refuse_policy(name, OTHER_NAMES)
-    return make_fixed_player(config, env, seats, name, device)
+    return make_fixed_player(config.policies[name], env, seats, name, device)

@@ -101,8 +101,8 @@ class VectorEvalConfig(EvalConfig):
     env: dict[str, Any] = {}
     """Env options that differ from training. They must not change seats or observation shapes."""
     replays: int = Field(2, ge=0, le=16)
-    """Games of each evaluation that are recorded step by step, as pictures or text, for the dashboard; at most one per
-    env copy. 0: none."""
+    """Games of each evaluation that are recorded step by step, as pictures or text, for the
+    dashboard; at most one per env copy. 0: none."""
 
 
 class VectorConfig(PolicyRunConfig):
@@ -111,8 +111,8 @@ class VectorConfig(PolicyRunConfig):
     env_steps: int = Field(1_000_000, ge=1)
     """Length of the run in joint steps, summed over all env copies; rounded up to whole rollouts."""
     policies: dict[str, VectorPolicyConfig]
-    """The policies by name; at least one has `type: net`, which is trained. A policy called `default` plays every seat
-    that has no policy of its own."""
+    """The policies by name; at least one has `type: net`, which is trained. A policy called
+    `default` plays every seat that has no policy of its own."""
     teams: dict[Seat, str] = {}
     """Maps seats to teams, with patterns as in `seats`. A seat that matches no key is in the team of its policy. What
     combines the seats of a team (the mixers of `qmix`, `maven`, `facmac` and `pqn`, the factor of `sequential`, `mat`)
@@ -128,14 +128,14 @@ class VectorConfig(PolicyRunConfig):
     """Joint steps between log lines, rounded up to whole rollouts. 0: about 500 lines in the run."""
     checkpoint_every: int | None = Field(None, ge=1)
     device: str = "cpu"
-    """Torch device of networks, optimizers and minibatches: `cpu`, `cuda`, `cuda:1`, or `auto`, which is `cuda` if
-    there is a GPU. Envs run on the CPU. A GPU is faster for wide networks and thousands of env copies, but not for
-    small networks and few copies."""
+    """Torch device of networks, optimizers and minibatches: `cpu`, `cuda`, `cuda:1`, or `auto`,
+    which is `cuda` if there is a GPU. Envs run on the CPU. A GPU is faster for wide networks and
+    thousands of env copies, but not for small networks and few copies."""
     torch_threads: int = Field(1, ge=1, le=1024)
     """Torch threads per process. More than one usually slows training down on few cores."""
     num_processes: int = Field(1, ge=1, le=1024)
-    """Number of processes that train together, synchronously: each steps its share of the env copies, and gradients are
-    averaged."""
+    """Number of processes that train together, synchronously: each steps its share of the env
+    copies, and gradients are averaged."""
     num_actors: int = Field(0, ge=0, le=1024)
     """Actor processes that step the env copies asynchronously while this process trains on slightly older data; needs
     `algorithm.off_policy_correction: vtrace` and `num_processes: 1`. 0: this process steps the env itself."""

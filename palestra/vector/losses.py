@@ -24,9 +24,9 @@ from palestra.vector.nets.heads import mask_illegal
 
 
 def td_target(reward: Tensor, discount: Tensor, value: Tensor) -> Tensor:
-    """One-step TD target [...]: the reward until the seat's next decision plus the discounted value of that decision.
-    `discount` is 0 where the game terminated. The value there is not used and may be NaN, since the env may leave a
-    terminal observation undefined."""
+    """One-step TD target [...]: the reward until the seat's next decision plus the discounted value
+    of that decision. `discount` is 0 where the game terminated. The value there is not used and may
+    be NaN, since the env may leave a terminal observation undefined."""
     return reward + torch.where(discount > 0, discount * value, 0.0)
 
 
@@ -53,14 +53,14 @@ def critic_loss(q_KPR: Tensor, target_PR: Tensor, weight_PR: Tensor) -> Tensor:
 
 
 def soft_value(q_PR: Tensor, logp_PR: Tensor, alpha_P1: Tensor) -> Tensor:
-    """Soft value [P, R] of a sampled action: its value minus `alpha_P1` times its log-probability (Haarnoja et al.,
-    2018, eq. 3)."""
+    """Soft value [P, R] of a sampled action: its value minus `alpha_P1` times its log-probability
+    (Haarnoja et al., 2018, eq. 3)."""
     return q_PR - alpha_P1 * logp_PR
 
 
 def expected_soft_value(q_PRA: Tensor, logp_PRA: Tensor, alpha_P1: Tensor) -> Tensor:
-    """Expectation of `soft_value` over discrete actions [P, R] (Christodoulou, 2019, eq. 10). Illegal actions must have
-    probability 0 and a finite log-probability."""
+    """Expectation of `soft_value` over discrete actions [P, R] (Christodoulou, 2019, eq. 10).
+    Illegal actions must have probability 0 and a finite log-probability."""
     return (logp_PRA.exp() * (q_PRA - alpha_P1[..., None] * logp_PRA)).sum(-1)
 
 
@@ -74,9 +74,9 @@ def actor_loss(value_PR: Tensor, weight_PR: Tensor) -> Tensor:
 
 
 def temperature_loss(log_alpha_P1: Tensor, entropy_PR: Tensor, target_PR: Tensor, weight_PR: Tensor) -> Tensor:
-    """Loss [P] that raises the entropy temperature where the entropy is below the target and lowers it where it is
-    above (Haarnoja et al., 2018b, eq. 18). It uses the log temperature, so that steps do not shrink with the
-    temperature."""
+    """Loss [P] that raises the entropy temperature where the entropy is below the target and lowers
+    it where it is above (Haarnoja et al., 2018b, eq. 18). It uses the log temperature, so that
+    steps do not shrink with the temperature."""
     return (log_alpha_P1 * weight_PR * (entropy_PR - target_PR).detach()).sum(-1)
 
 
@@ -84,9 +84,9 @@ def temperature_loss(log_alpha_P1: Tensor, entropy_PR: Tensor, target_PR: Tensor
 
 
 def expectile_loss(value_PR: Tensor, target_PR: Tensor, weight_PR: Tensor, expectile: float) -> Tensor:
-    """Asymmetric mean squared error of state values [P] (Kostrikov et al., 2022, eq. 5): a target above the value
-    counts `expectile`, one below counts 1 - `expectile`. Its minimum is that expectile of the targets: their mean at
-    0.5, towards their maximum as it rises to 1."""
+    """Asymmetric mean squared error of state values [P] (Kostrikov et al., 2022, eq. 5): a target
+    above the value counts `expectile`, one below counts 1 - `expectile`. Its minimum is that
+    expectile of the targets: their mean at 0.5, towards their maximum as it rises to 1."""
     error = target_PR.detach() - value_PR
     return (weight_PR * (expectile - (error < 0).to(error.dtype)).abs() * error.square()).sum(-1)
 
@@ -94,15 +94,15 @@ def expectile_loss(value_PR: Tensor, target_PR: Tensor, weight_PR: Tensor, expec
 def advantage_weighted_loss(
     logp_PR: Tensor, advantage_PR: Tensor, weight_PR: Tensor, *, beta: float, max_weight: float
 ) -> Tensor:
-    """Negative log-likelihood of actions [P], each weighted by exp(`beta` times its advantage), at most `max_weight`
-    (Kostrikov et al., 2022, eq. 7; Peng et al., 2019)."""
+    """Negative log-likelihood of actions [P], each weighted by exp(`beta` times its advantage), at
+    most `max_weight` (Kostrikov et al., 2022, eq. 7; Peng et al., 2019)."""
     return -(weight_PR * (beta * advantage_PR.detach()).exp().clamp(max=max_weight) * logp_PR).sum(-1)
 
 
 def conservative_gap(q: Tensor, taken: Tensor, action_mask: Tensor | None) -> Tensor:
-    """Returns how far the soft maximum of action values `q` [..., A] over the legal actions is above the value `taken`
-    [...] of the action in the data, at least 0: the term that CQL(H) minimises (Kumar et al., 2020, eq. 4).
-    `action_mask` is [..., >= A], None: all are legal."""
+    """Returns how far the soft maximum of action values `q` [..., A] over the legal actions is
+    above the value `taken` [...] of the action in the data, at least 0: the term that CQL(H)
+    minimises (Kumar et al., 2020, eq. 4). `action_mask` is [..., >= A], None: all are legal."""
     return torch.logsumexp(mask_illegal(q, action_mask), -1) - taken
 
 
@@ -121,10 +121,10 @@ ImitationReward = Literal["positive", "logit"]
 
 
 def discriminator_loss(expert_PM: Tensor, policy_PM: Tensor) -> tuple[Tensor, TensorMetrics]:
-    """Binary cross-entropy [P] of the discriminator: -log D of the expert's transitions and -log(1 - D) of the
-    policy's, each averaged (Ho & Ermon, 2016, eq. 15, with the two classes exchanged). It is 2 log 2 if the
-    discriminator cannot separate them. The metric `discriminator_accuracy` is the share of correctly classified
-    transitions."""
+    """Binary cross-entropy [P] of the discriminator: -log D of the expert's transitions and -log(1
+    - D) of the policy's, each averaged (Ho & Ermon, 2016, eq. 15, with the two classes exchanged).
+    It is 2 log 2 if the discriminator cannot separate them. The metric `discriminator_accuracy` is
+    the share of correctly classified transitions."""
     right = (expert_PM > 0).float().mean(1) + (policy_PM < 0).float().mean(1)
     loss = softplus(-expert_PM).mean(1) + softplus(policy_PM).mean(1)
     return loss, {"discriminator_loss": loss.detach(), "discriminator_accuracy": right / 2}
@@ -142,8 +142,8 @@ def gradient_penalty(
 
 
 def imitation_reward(logit: Tensor, kind: ImitationReward) -> Tensor:
-    """Reward of a transition, in the shape of `logit`: "positive" is -log(1 - D), always positive (Ho & Ermon, 2016);
-    "logit" is log D - log(1 - D), of either sign (Fu et al., 2018)."""
+    """Reward of a transition, in the shape of `logit`: "positive" is -log(1 - D), always positive
+    (Ho & Ermon, 2016); "logit" is log D - log(1 - D), of either sign (Fu et al., 2018)."""
     return softplus(logit) if kind == "positive" else logit
 
 
@@ -151,8 +151,8 @@ def imitation_reward(logit: Tensor, kind: ImitationReward) -> Tensor:
 
 
 def best_action(q: Tensor, action_mask: Tensor | None) -> Tensor:
-    """Returns the legal action with the highest value [...], the first of equals (`action_mask` [..., >= A]; None: all
-    actions are legal)."""
+    """Returns the legal action with the highest value [...], the first of equals (`action_mask`
+    [..., >= A]; None: all actions are legal)."""
     return mask_illegal(q, action_mask).argmax(-1)
 
 
@@ -162,8 +162,8 @@ def gather_values(q: Tensor, action: Tensor) -> Tensor:
 
 
 def dueling_values(out: Tensor) -> Tensor:
-    """Combines a value and advantages [..., 1 + A] into action values [..., A]: the value plus each action's advantage
-    over the mean (Wang et al., 2016, eq. 9)."""
+    """Combines a value and advantages [..., 1 + A] into action values [..., A]: the value plus each
+    action's advantage over the mean (Wang et al., 2016, eq. 9)."""
     return out[..., :1] + out[..., 1:] - out[..., 1:].mean(-1, keepdim=True)
 
 
@@ -177,15 +177,15 @@ def next_value(target_q: Tensor, online_q: Tensor, action_mask: Tensor | None) -
 
 
 def q_loss(q: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns half the squared error, weighted and summed over all rows (scalar), and the TD errors [...], target minus
-    value."""
+    """Returns half the squared error, weighted and summed over all rows (scalar), and the TD errors
+    [...], target minus value."""
     error = target.detach() - q
     return 0.5 * (weight * error.square()).sum(), error.detach()
 
 
 def sequence_priority(error: Tensor, mask: Tensor, eta: float = 0.9) -> Tensor:
-    """Returns the replay priority of sequences, [T, M] -> [M]: `eta` times the largest absolute error plus 1 - `eta`
-    times the mean over known steps (Kapturowski et al., 2019, section 2.3)."""
+    """Returns the replay priority of sequences, [T, M] -> [M]: `eta` times the largest absolute
+    error plus 1 - `eta` times the mean over known steps (Kapturowski et al., 2019, section 2.3)."""
     size = error.abs() * mask
     mean = size.sum(0) / mask.sum(0).clamp(min=1)
     return eta * size.amax(0) + (1 - eta) * mean
@@ -201,9 +201,9 @@ METRICS = ("policy_loss", "clip_fraction", "kl", "entropy")
 
 
 class CategoricalInputs(NamedTuple):
-    """Outputs of the policy [P, R, A] (float32, on the CPU); actions [P, R] int64; masks of the legal actions [P, R, A]
-    bool (None: all are legal); log-probabilities under the policy before the update, advantages, and weights that sum
-    to 1 for each member, [P, R] float32 each."""
+    """Outputs of the policy [P, R, A] (float32, on the CPU); actions [P, R] int64; masks of the
+    legal actions [P, R, A] bool (None: all are legal); log-probabilities under the policy before
+    the update, advantages, and weights that sum to 1 for each member, [P, R] float32 each."""
 
     outputs: Tensor
     actions: Tensor
@@ -251,9 +251,9 @@ def _clipped_loss(
     metrics: np.ndarray,
     gradient: np.ndarray,
 ) -> None:
-    """Writes the gradient of the loss with respect to `out`, and adds the metrics of each member. `options` are the
-    bounds of the ratio and the weight of the entropy, `arrays` the `CategoricalInputs` without the outputs; an empty
-    mask: all actions are legal."""
+    """Writes the gradient of the loss with respect to `out`, and adds the metrics of each member.
+    `options` are the bounds of the ratio and the weight of the entropy, `arrays` the
+    `CategoricalInputs` without the outputs; an empty mask: all actions are legal."""
     low, high, bonus = options
     action, action_mask, old_logp, advantage, weight = arrays
     members, rows, actions = out.shape

@@ -1,5 +1,5 @@
-"""Training of networks in vectorised envs: collect a rollout, update on it. This module imports no concrete
-env and no algorithm."""
+"""Training of networks in vectorised envs: collect a rollout, update on it. This module imports no
+concrete env and no algorithm."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ ENV_STATE_FILE = "env_state.safetensors"  # file in a checkpoint
 
 @dataclass(kw_only=True)
 class VectorEval(Evaluation):
-    """A held-out evaluation in `env`. `players` returns players for all seats, `seats` names the policy of each seat.
-    The first `replays` games are recorded (see `runs.replays`)."""
+    """A held-out evaluation in `env`. `players` returns players for all seats, `seats` names the
+    policy of each seat. The first `replays` games are recorded (see `runs.replays`)."""
 
     env: VectorEnv
     players: Callable[[], Sequence[VectorPolicy]]
@@ -94,8 +94,8 @@ class VectorTrainer:
         return self.rollout.env.num_envs
 
     def env_seeds(self, *key: object) -> np.ndarray:
-        """Seeds of this process's env copies, int64 [B], derived from `key`. They are at least 2**33; evaluations use
-        seeds below 2**32."""
+        """Seeds of this process's env copies, int64 [B], derived from `key`. They are at least
+        2**33; evaluations use seeds below 2**32."""
         first = derive_seed(self.seed, "games", self.ranks.rank, *key) >> 1 | 1 << 33
         return first + np.arange(self.num_envs)
 
@@ -115,8 +115,8 @@ class VectorTrainer:
             evaluation.env.close()
 
     def collect(self, step: int) -> tuple[RolloutBatch, PhaseTimer]:
-        """Plays one rollout; returns it, valid until the next one, and the time it took. Raises RunFailed if an env
-        fails or a reward is not finite."""
+        """Plays one rollout; returns it, valid until the next one, and the time it took. Raises
+        RunFailed if an env fails or a reward is not finite."""
         timer = PhaseTimer()
         start = read_clocks()
         players = [*self.learner.rollout_policies(step / self.steps), *self.fixed_players]
@@ -126,8 +126,8 @@ class VectorTrainer:
         return batch, timer
 
     def update(self, step: int, collected: tuple[RolloutBatch, PhaseTimer]) -> VectorUpdate:
-        """Trains on the rollout. Raises RunFailed if a loss is not finite; the message names step, policy, seats and
-        the last checkpoint."""
+        """Trains on the rollout. Raises RunFailed if a loss is not finite; the message names step,
+        policy, seats and the last checkpoint."""
         batch, timer = collected
         start = read_clocks()
         try:
@@ -139,8 +139,8 @@ class VectorTrainer:
         return VectorUpdate(batch.episode_stats, batch.rollout_metrics, batch.terminated.size, metrics, timer)
 
     def log(self, step: int, updates: Sequence[VectorUpdate]) -> dict[str, Metrics]:
-        """Writes the metrics since the last logged step to the run, for each policy and for all together. Returns them
-        by policy."""
+        """Writes the metrics since the last logged step to the run, for each policy and for all
+        together. Returns them by policy."""
         env_steps = float((step + 1) * self.rollout_length * self.num_envs * self.ranks.world_size)
         everywhere = list(chain.from_iterable(self.ranks.all_gather(updates)))
         metrics = training_metrics(everywhere, self.learner.names, self.seats, self.teams)
@@ -153,8 +153,8 @@ class VectorTrainer:
         return lines
 
     def evaluate(self, step: int, evaluation: VectorEval) -> dict[str, Any]:
-        """Plays an evaluation, writes its replays to the run and returns its metrics. One called "dev" plays games of
-        its own, since settings may be chosen by it."""
+        """Plays an evaluation, writes its replays to the run and returns its metrics. One called
+        "dev" plays games of its own, since settings may be chosen by it."""
         seed = derive_seed(self.seed, "exam", evaluation.name)
         recorder = ReplayRecorder(evaluation.env, evaluation.replays)
         first = FIRST_DEV_SEED if evaluation.name == DEV_EVAL else 0
@@ -185,8 +185,8 @@ class VectorTrainer:
         self.ranks.broadcast(None)  # the folder is complete when all have written
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Restores learner and env state. If the env's games are not those that were saved, they begin anew, and
-        `resume_notes` says so."""
+        """Restores learner and env state. If the env's games are not those that were saved, they
+        begin anew, and `resume_notes` says so."""
         folder = checkpoint.path / f"training-{self.ranks.rank}"
         self.learner.read_state(folder)
         why = self._load_games(folder / ENV_STATE_FILE)

@@ -20,8 +20,8 @@ SCREEN_SIZE = 84
 
 
 def area_resize_weights(source_size: int, target_size: int) -> np.ndarray:
-    """Returns averaging weights float32 [target_size, source_size] that resize a row of `source_size` pixels to
-    `target_size` (area interpolation)."""
+    """Returns averaging weights float32 [target_size, source_size] that resize a row of
+    `source_size` pixels to `target_size` (area interpolation)."""
     edges = np.linspace(0, source_size, target_size + 1)
     low = np.maximum(edges[:-1, None], np.arange(source_size))
     high = np.minimum(edges[1:, None], np.arange(1, source_size + 1))
@@ -116,10 +116,10 @@ class AtariGame:
 
 
 class AtariEnv(PackageVectorEnv):
-    """The multi-player Atari game `game` ("pong", "boxing", "tennis", "space_invaders", ...), made by PettingZoo with
-    `options` ("max_cycles": frames until a game is truncated), with the ROMs of ale-py. `frame_skip`, `frame_stack`,
-    `noop_max` and `agent_indicator` set the preprocessing (see `AtariGame`). Raises ValueError if `frame_skip` or
-    `frame_stack` is below 1."""
+    """The multi-player Atari game `game` ("pong", "boxing", "tennis", "space_invaders", ...), made
+    by PettingZoo with `options` ("max_cycles": frames until a game is truncated), with the ROMs of
+    ale-py. `frame_skip`, `frame_stack`, `noop_max` and `agent_indicator` set the preprocessing (see
+    `AtariGame`). Raises ValueError if `frame_skip` or `frame_stack` is below 1."""
 
     name: ClassVar[str] = "atari"
 

@@ -71,16 +71,14 @@ class EnvPoolEnv(VectorEnv):
     def reset(self, seeds: np.ndarray) -> VectorStep:
         self.close()
         numbers = [episode_seed(int(seed), 0) for seed in seeds]
-        alone = len(self.seats) > 1 and not self.has_joint_actions
         rows = [list(range(self.num_envs))]
-        if alone:
+        if len(self.seats) > 1 and not self.has_joint_actions:
             rows = [[b] for b in range(self.num_envs)]
         self.pools = [(self._make_pool([numbers[b] for b in games]), np.array(games)) for games in rows]
-        frame = self.vector_step
-        frame.rewards[:], frame.terminated[:], frame.truncated[:] = 0, False, False
+        self.vector_step.clear_results()
         for pool, games in self.pools:
             self._write_step(games, *pool.reset())
-        return frame
+        return self.vector_step
 
     def step(self, actions: np.ndarray) -> VectorStep:
         frame = self.vector_step
@@ -130,8 +128,8 @@ class EnvPoolEnv(VectorEnv):
             self.vector_step.action_mask[rows] = mask
 
     def _observations(self, obs: Any, rows: int) -> np.ndarray:
-        """Returns the observations [rows, N, *view]: each seat's own part if the env returns one per seat, else the
-        whole observation for every seat."""
+        """Returns the observations [rows, N, *view]: each seat's own part if the env returns one
+        per seat, else the whole observation for every seat."""
         if self._view is not None:
             seen = self._view.encode(obs)
             return seen.reshape(rows, len(self.seats), *seen.shape[1:])

@@ -40,8 +40,8 @@ MAX_INTEGER_CHOICES = 4096  # values of all integers of an action together: a ne
 
 
 class ActionDecoder(NamedTuple):
-    """Action decoder of one seat: its action space, and `decode`, the function from an action array to a value of the
-    Gymnasium space."""
+    """Action decoder of one seat: its action space, and `decode`, the function from an action array
+    to a value of the Gymnasium space."""
 
     space: Space
     decode: Callable[[np.ndarray], Any]
@@ -82,8 +82,8 @@ def _is_bytes(space: spaces.Box | spaces.MultiBinary) -> bool:
 
 
 def _unit_scaled(encode: Callable[[Any], np.ndarray], space: spaces.Box | spaces.MultiBinary) -> Callable[..., Any]:
-    """Returns `encode` with pixels scaled from the bounds of `space` to 0 to 1, as convolutions want floats; `encode`
-    itself if they are bytes, are in 0 to 1 already, or have no bounds."""
+    """Returns `encode` with pixels scaled from the bounds of `space` to 0 to 1, as convolutions
+    want floats; `encode` itself if they are bytes, are in 0 to 1 already, or have no bounds."""
     if not isinstance(space, spaces.Box) or _is_bytes(space):
         return encode
     low = float(space.low.min())
@@ -94,8 +94,8 @@ def _unit_scaled(encode: Callable[[Any], np.ndarray], space: spaces.Box | spaces
 
 
 def _joined_encoder(space: spaces.Dict | spaces.Tuple[Any], label: str) -> ObsEncoder:
-    """Returns the encoder of a dictionary or tuple: its images, then the other numbers of its parts, one after the
-    other."""
+    """Returns the encoder of a dictionary or tuple: its images, then the other numbers of its
+    parts, one after the other."""
     keys = list(space.spaces) if isinstance(space, spaces.Dict) else list(range(len(space.spaces)))
     if not keys:
         raise ValueError(f"{label} sees {space}, which has no part: wrap the env so that it shows a number at least")
@@ -148,8 +148,8 @@ def is_integer_box(space: spaces.Space[Any]) -> TypeGuard[spaces.Box]:
 
 
 def _integer_decoder(space: spaces.Box, label: str) -> ActionDecoder:
-    """Returns the decoder of a Box of integers. Real numbers between the bounds would be truncated to integers, so that
-    the highest integer would hardly ever be played."""
+    """Returns the decoder of a Box of integers. Real numbers between the bounds would be truncated
+    to integers, so that the highest integer would hardly ever be played."""
     bounds = zip(space.low.reshape(-1).tolist(), space.high.reshape(-1).tolist(), strict=True)
     sizes = tuple(int(high) - int(low) + 1 for low, high in bounds)
     if sum(sizes) > MAX_INTEGER_CHOICES:
@@ -213,9 +213,9 @@ def without_action_mask(value: dict[str, Any]) -> Any:
 
 
 def can_use_action_masks(masked_spaces: Sequence[Space | None], label: str) -> bool:
-    """Returns whether the env gives action masks; `masked_spaces` are the action spaces of those who get one each
-    (None: several seats together). Raises ValueError if one of them is not Discrete: its mask could not be used, and
-    forbidden actions would be taken."""
+    """Returns whether the env gives action masks; `masked_spaces` are the action spaces of those
+    who get one each (None: several seats together). Raises ValueError if one of them is not
+    Discrete: its mask could not be used, and forbidden actions would be taken."""
     if not all(isinstance(space, Discrete) for space in masked_spaces):
         fix = "wrap the env so that its actions are Discrete, or so that it takes any action and gives no action_mask"
         raise ValueError(f"{label} gives an action_mask, which is only used for one Discrete action of a seat: {fix}")
@@ -231,8 +231,8 @@ def refuse_late_mask(label: str) -> NoReturn:
 
 
 def read_result(result: Any, length: int, method: str) -> Any:
-    """Returns the result of an env's `reset` or `step`. Raises ValueError unless it has as many values as Gymnasium's
-    and PettingZoo's current ones, and an info."""
+    """Returns the result of an env's `reset` or `step`. Raises ValueError unless it has as many
+    values as Gymnasium's and PettingZoo's current ones, and an info."""
     shown = f"a {type(result).__name__}"
     if isinstance(result, tuple | list):
         if len(result) == length and isinstance(result[-1], dict):
@@ -242,8 +242,8 @@ def read_result(result: Any, length: int, method: str) -> Any:
 
 
 def render_package_env(env: Any) -> RenderFrame | None:
-    """Returns what an env of Gymnasium or PettingZoo draws with the render mode rgb_array (a picture) or ansi (a text);
-    None with any other. Raises ValueError if it draws something else."""
+    """Returns what an env of Gymnasium or PettingZoo draws with the render mode rgb_array (a
+    picture) or ansi (a text); None with any other. Raises ValueError if it draws something else."""
     if getattr(env, "render_mode", None) not in RENDER_MODES:
         return None
     drawn = env.render()
@@ -441,9 +441,9 @@ def games_of(make: Callable[[], gymnasium.Env], num_envs: int, label: str) -> Pa
 
 
 class GymnasiumEnv(PackageVectorEnv):
-    """The Gymnasium env `id` ("module:id" of the module that registers it, or "module:Class"), made with `options`, in
-    `wrappers`: Gymnasium's by name or "module:Class", from the inside outwards, with their options. Every reset gets
-    `reset_options`."""
+    """The Gymnasium env `id` ("module:id" of the module that registers it, or "module:Class"), made
+    with `options`, in `wrappers`: Gymnasium's by name or "module:Class", from the inside outwards,
+    with their options. Every reset gets `reset_options`."""
 
     name: ClassVar[str] = "gymnasium"
 

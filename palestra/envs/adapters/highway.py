@@ -14,8 +14,8 @@ from palestra.envs.support.options import check_at_least
 
 
 class HighwayGame(GymnasiumGame):
-    """One road. Each controlled vehicle is a seat. Rewards are per vehicle if the env has them (the intersections),
-    else the env's one reward goes to every seat."""
+    """One road. Each controlled vehicle is a seat. Rewards are per vehicle if the env has them (the
+    intersections), else the env's one reward goes to every seat."""
 
     def __init__(self, id: str, vehicles: int, config: dict[str, Any]) -> None:
         super().__init__(partial(make_multi_vehicle_env, id, vehicles, config))
@@ -25,8 +25,8 @@ class HighwayGame(GymnasiumGame):
 
 
 def make_multi_vehicle_env(id: str, vehicles: int, config: dict[str, Any]) -> Any:
-    """Returns the highway-env env with `vehicles` controlled vehicles, each with the action and observation of the
-    single-vehicle env."""
+    """Returns the highway-env env with `vehicles` controlled vehicles, each with the action and
+    observation of the single-vehicle env."""
     first: Any = make_gymnasium_env(id, {"config": config})
     alone = first.unwrapped.config
     first.close()

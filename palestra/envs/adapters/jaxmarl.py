@@ -63,8 +63,8 @@ class CompiledEnv:
         return (key, state, jnp.int32(0), jnp.zeros(len(self.seats), bool)), self.observe(obs, state, {})
 
     def step_one(self, carry: Any, actions: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-        """Plays one joint step; returns the carry and output (of the next episode if this one ended), and the results
-        of the step: rewards, ends and final observations."""
+        """Plays one joint step; returns the carry and output (of the next episode if this one
+        ended), and the results of the step: rewards, ends and final observations."""
         key, state, steps, gone = carry
         key, here = jax.random.split(key)
         seat_actions = {agent: self._seat_action(n, actions[n]) for n, agent in enumerate(self.agents)}
@@ -168,8 +168,8 @@ class JaxMarlEnv(VectorEnv):
     def reset(self, seeds: np.ndarray) -> VectorStep:
         keys = jnp.stack([jax.random.PRNGKey(episode_seed(int(seed), 0)) for seed in seeds])
         self._carried, shown = self.compiled.reset(keys)
-        ends = {"rewards", "terminated", "truncated", "success", "seat_terminated"}
-        return self._write_step(shown | dict.fromkeys(ends & self.vector_step.arrays().keys(), 0))
+        self.vector_step.clear_results()
+        return self._write_step(shown)
 
     def step(self, actions: np.ndarray) -> VectorStep:
         clipped = clip_actions(self.action_spaces, actions, self.vector_step.action_mask)

@@ -26,8 +26,8 @@ class ObsEncoder(NamedTuple):
 
 
 def image_shape(shape: tuple[int, ...]) -> tuple[tuple[int, int, int], tuple[int, ...]] | None:
-    """Returns the shape (height, width, channels) in which an image or a stack of images is stored, and the order of
-    its axes there; None if it is not an image."""
+    """Returns the shape (height, width, channels) in which an image or a stack of images is stored,
+    and the order of its axes there; None if it is not an image."""
     axes = tuple(range(-len(shape), 0))
     for at in {2: [0], 3: [0, 1], 4: [1, 2]}.get(len(shape), []):
         height, width = shape[at : at + 2]
@@ -57,8 +57,8 @@ def encode_scaled(value: Any, encode: Callable[[Any], np.ndarray], low: np.float
 
 
 def fit_in_one_array(encoders: Sequence[ObsEncoder], seats: Sequence[Any]) -> list[ObsEncoder]:
-    """Returns the encoders of all seats of an env, as their observations share one array: unchanged if all are rows, or
-    images of one shape and dtype. Otherwise those of images become rows."""
+    """Returns the encoders of all seats of an env, as their observations share one array: unchanged
+    if all are rows, or images of one shape and dtype. Otherwise those of images become rows."""
     kinds = {(encoder.shape, encoder.is_uint8) if len(encoder.shape) > 1 else None for encoder in encoders}
     if len(kinds) == 1:
         return list(encoders)
@@ -88,8 +88,8 @@ def _image_row(value: Any, encode: Callable[[Any], np.ndarray], is_uint8: bool, 
 
 
 def encode_parts(parts: Sequence[tuple[Any, ObsEncoder]], value: Any) -> np.ndarray:
-    """Returns the images of the parts of a dictionary or tuple, then their other numbers, as one row float32. Raises
-    ValueError if the parts, or their lengths, are not those of the space."""
+    """Returns the images of the parts of a dictionary or tuple, then their other numbers, as one
+    row float32. Raises ValueError if the parts, or their lengths, are not those of the space."""
     keys = {key for key, _ in parts}
     given = set(value) if isinstance(value, Mapping) else set(range(len(value)))
     if odd := sorted(map(repr, (given ^ keys) - {"action_mask"})):

@@ -1,5 +1,5 @@
-"""OpenSpiel games, turn-based or simultaneous, of perfect or imperfect information, with or without chance, as vector
-envs and as rules."""
+"""OpenSpiel games, turn-based or simultaneous, of perfect or imperfect information, with or without
+chance, as vector envs and as rules."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def _load_game(game: str) -> Any:
 
 
 def _tensor_kind(game: Any, view: TensorKind | None) -> TensorKind:
-    """Returns the tensor that seats see: `view`, by default the information state if the loaded game has its tensor.
-    Raises ValueError if the game has no such tensor."""
+    """Returns the tensor that seats see: `view`, by default the information state if the loaded
+    game has its tensor. Raises ValueError if the game has no such tensor."""
     kind: TensorKind = view or ("information_state" if _has(game, "information_state") else "observation")
     if not _has(game, kind):
         raise ValueError(f'"{game}" has no {kind} tensor, so its seats would see nothing: choose another game')
@@ -192,7 +192,7 @@ class OpenSpielRules(Rules[OpenSpielState]):
     def __init__(self, game: str = DEFAULT_GAME, view: TensorKind | None = None) -> None:
         self.name = game
         self.game = _load_game(game)
-        if why := why_not_enumerable(self.game):
+        if why := why_not_enumerable(game):
             raise ValueError(f'"{game}" cannot be enumerated: {why}')
         self.tensor_kind = _tensor_kind(self.game, view)
         kind = self.game.get_type()
@@ -234,8 +234,8 @@ class OpenSpielRules(Rules[OpenSpielState]):
 
 
 class TablePolicy(Policy):
-    """A tabular policy for OpenSpiel's algorithms: for each player, action probabilities by information state, under
-    the names of `OpenSpielRules.info_state_text`."""
+    """A tabular policy for OpenSpiel's algorithms: for each player, action probabilities by
+    information state, under the names of `OpenSpielRules.info_state_text`."""
 
     def __init__(self, rules: OpenSpielRules, players: Sequence[Mapping[str, Mapping[int, float]]]) -> None:
         super().__init__(rules.game, list(range(rules.num_players)))
@@ -248,24 +248,14 @@ class TablePolicy(Policy):
         return dict(self.players[player][self.rules.info_state_text(OpenSpielState(state), player)])
 
 
-def openspiel_rules(game: str = DEFAULT_GAME, view: TensorKind | None = None) -> OpenSpielRules | None:
-    """Returns the rules of OpenSpiel's `game`, or None if it cannot be enumerated. Raises ValueError if OpenSpiel
-    cannot load it, or it has no tensor `view`."""
-    return None if why_not_enumerable(_load_game(game)) else OpenSpielRules(game, view)
-
-
-def why_no_openspiel_rules(game: str) -> str:
-    """Returns the reason why OpenSpiel's `game` cannot be enumerated, "" if it can."""
-    return why_not_enumerable(_load_game(game))
-
-
-def why_not_enumerable(game: Any) -> str:
-    """Returns the reason why a loaded game cannot be enumerated, "" if it can."""
-    kind = game.get_type()
+def why_not_enumerable(game: str) -> str:
+    """Returns why a game cannot be enumerated, "" if it can. Raises ValueError if it is unknown."""
+    loaded = _load_game(game)
+    kind = loaded.get_type()
     if kind.dynamics != pyspiel.GameType.Dynamics.SEQUENTIAL:
         return f'its players move at once; game: "turn_based_simultaneous_game(game={game})" makes them take turns'
     if kind.chance_mode == pyspiel.GameType.ChanceMode.SAMPLED_STOCHASTIC:
         return "it draws chance outcomes itself and does not list them"
-    if not _has(game, "information_state") and not _has(game, "observation"):
+    if not _has(loaded, "information_state") and not _has(loaded, "observation"):
         return "it shows its players no tensor"
     return ""

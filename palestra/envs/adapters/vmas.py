@@ -47,10 +47,9 @@ class VmasEnv(VectorEnv):
     def reset(self, seeds: np.ndarray) -> VectorStep:
         self._seed = combine_seeds(*(int(seed) for seed in seeds))
         self._drawn = 0
-        frame = self.vector_step
-        frame.rewards[:], frame.terminated[:], frame.truncated[:] = 0, False, False
-        self._write(frame.obs, self.env.reset(seed=self._next_seed()))
-        return frame
+        self.vector_step.clear_results()
+        self._write(self.vector_step.obs, self.env.reset(seed=self._next_seed()))
+        return self.vector_step
 
     def step(self, actions: np.ndarray) -> VectorStep:
         frame = self.vector_step

@@ -178,8 +178,8 @@ class Workflow(Env):
             self._running = None
 
     async def _next(self, limit: str = "timeout") -> Step:
-        """Waits for the program's next model calls, or its end, for the seconds of the option `limit`; returns the
-        step."""
+        """Waits for the program's next model calls, or its end, for the seconds of the option
+        `limit`; returns the step."""
         assert self._running is not None
         running = self._running
         await running.news(limit, getattr(self, limit), self.settle)
@@ -217,8 +217,8 @@ class _RunningCommands:
 
     @contextmanager
     def enter(self, most: int | None, is_closed: Callable[[], bool]) -> Iterator[None]:
-        """Context of one command. Waits until fewer than `most` run (None: not at all). Raises CallRefused once
-        `is_closed` returns True."""
+        """Context of one command. Waits until fewer than `most` run (None: not at all). Raises
+        CallRefused once `is_closed` returns True."""
         with self.changed:
             self.changed.wait_for(lambda: most is None or self.number < most or is_closed())
             if is_closed():
@@ -241,8 +241,8 @@ _running_commands = _RunningCommands()
 
 
 class _ProgramRun:
-    """A program running on its own thread; its calls and result are delivered to the env's event loop. A command starts
-    once fewer than `most` run (None: at once)."""
+    """A program running on its own thread; its calls and result are delivered to the env's event
+    loop. A command starts once fewer than `most` run (None: at once)."""
 
     def __init__(self, env: Workflow, seed: int, most: int | None) -> None:
         self.loop = asyncio.get_running_loop()
@@ -263,8 +263,8 @@ class _ProgramRun:
         threading.Thread(target=self._run, args=(env, play), name=f"workflow {seed}", daemon=True).start()
 
     async def news(self, limit: str, timeout: float, settle: float) -> None:
-        """Waits until a model is called or the program has ended. Raises TimeoutError, with the option `limit` and the
-        last lines of a command's stderr, after `timeout` seconds."""
+        """Waits until a model is called or the program has ended. Raises TimeoutError, with the
+        option `limit` and the last lines of a command's stderr, after `timeout` seconds."""
         try:
             async with asyncio.timeout(timeout):
                 while not self.ended.done() and not self._asking():

@@ -19,8 +19,8 @@ REMEMBERING = {
 
 
 def reset_arguments(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the arguments beside the seed with which an env is reset: none without options, since not every `reset`
-    takes them."""
+    """Returns the arguments beside the seed with which an env is reset: none without options, since
+    not every `reset` takes them."""
     return {"options": options} if options else {}
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw
 
 Colour = tuple[int, int, int]
 PICTURE_SIZE = 240  # pixels, width and height
+FINENESS = 3  # pixels drawn for one of the picture, on each axis
+LINE_WIDTH = 2 * FINENESS
 BACKGROUND: Colour = (250, 250, 248)
 LIGHT_GREY: Colour = (205, 207, 212)
 GREY: Colour = (120, 124, 132)
@@ -32,67 +34,44 @@ def seat_colour(seat: int) -> Colour:
 
 
 class Canvas:
-    """A picture of the square from `low` to `high` on both axes, y up. Edges are smoothed over one pixel."""
+    """A picture of the square from `low` to `high` on both axes, y up. It is drawn `FINENESS` times
+    as large, which smooths edges."""
 
-    def __init__(self, low: float, high: float, size: int = PICTURE_SIZE) -> None:
+    def __init__(self, low: float, high: float) -> None:
         self.low = low
-        self.scale = size / (high - low)
-        self.size = size
-        self.pixels = np.full((size, size, 3), BACKGROUND, np.float32)
+        self.size = FINENESS * PICTURE_SIZE
+        self.scale = self.size / (high - low)
+        self.image = Image.new("RGB", (self.size, self.size), BACKGROUND)
+        self.draw = ImageDraw.Draw(self.image, "RGBA")
 
     def disc(self, x: float, y: float, radius: float, colour: Colour, opacity: float = 1.0) -> None:
         """Draws a filled disc."""
-        area, x_W, y_H = self._window((x, y), (x, y), radius)
-        self._paint(area, radius * self.scale - np.hypot(x_W, y_H[:, None]) + 0.5, colour, opacity)
+        self.draw.ellipse(self._box(x, y, radius, radius), (*colour, round(255 * opacity)))
 
     def ring(self, x: float, y: float, radius: float, colour: Colour) -> None:
         """Draws a circle of two pixels' width."""
-        area, x_W, y_H = self._window((x, y), (x, y), radius)
-        self._paint(area, 1.5 - np.abs(np.hypot(x_W, y_H[:, None]) - radius * self.scale), colour)
+        outer = radius + LINE_WIDTH / 2 / self.scale
+        self.draw.ellipse(self._box(x, y, outer, outer), outline=colour, width=LINE_WIDTH)
 
     def rectangle(self, x: float, y: float, width: float, height: float, colour: Colour) -> None:
         """Draws a filled rectangle around (x, y)."""
-        area, x_W, y_H = self._window((x, y), (x, y), max(width, height) / 2)
-        inside_W = width * self.scale / 2 - np.abs(x_W)
-        inside_H = height * self.scale / 2 - np.abs(y_H)
-        self._paint(area, np.minimum(inside_W, inside_H[:, None]) + 0.5, colour)
+        self.draw.rectangle(self._box(x, y, width / 2, height / 2), colour)
 
     def line(self, start: tuple[float, float], end: tuple[float, float], colour: Colour) -> None:
         """Draws a line of two pixels' width."""
-        area, x_W, y_H = self._window(start, end, 0)
-        across = (end[0] - start[0]) * self.scale
-        up = -(end[1] - start[1]) * self.scale
-        along = np.clip((x_W * across + y_H[:, None] * up) / (across**2 + up**2 or 1), 0, 1)
-        self._paint(area, 1.5 - np.hypot(x_W - along * across, y_H[:, None] - along * up), colour)
+        self.draw.line([self._pixel(*start), self._pixel(*end)], colour, LINE_WIDTH)
 
     def picture(self) -> np.ndarray:
-        """Returns what was drawn, uint8 [size, size, 3]."""
-        return self.pixels.round().astype(np.uint8)
+        """Returns what was drawn, uint8 [PICTURE_SIZE, PICTURE_SIZE, 3]."""
+        return np.array(self.image.reduce(FINENESS))
 
-    def _window(
-        self, start: tuple[float, float], end: tuple[float, float], margin: float
-    ) -> tuple[tuple[slice, slice], np.ndarray, np.ndarray]:
-        """Returns the rows and columns of the pixels around `start` and `end` with `margin`, and the distances of their
-        centres from `start` in pixels, to the right [W] and down [H]."""
-        column = (start[0] - self.low) * self.scale
-        row = self.size - (start[1] - self.low) * self.scale
-        columns = self._pixels(start[0], end[0], margin)
-        rows = self._pixels(start[1], end[1], margin)
-        rows = slice(self.size - rows.stop, self.size - rows.start)
-        x_W = np.arange(columns.start, columns.stop) + 0.5 - column
-        y_H = np.arange(rows.start, rows.stop) + 0.5 - row
-        return (rows, columns), x_W, y_H
+    def _box(self, x: float, y: float, right: float, up: float) -> list[tuple[float, float]]:
+        """Returns two corners of the box around (x, y) in pixels."""
+        return [self._pixel(x - right, y + up), self._pixel(x + right, y - up)]
 
-    def _pixels(self, one: float, other: float, margin: float) -> slice:
-        first = int((min(one, other) - margin - self.low) * self.scale) - 3
-        last = int((max(one, other) + margin - self.low) * self.scale) + 4
-        first = min(max(first, 0), self.size)
-        return slice(first, min(max(last, first), self.size))
-
-    def _paint(self, area: tuple[slice, slice], share_HW: np.ndarray, colour: Colour, opacity: float = 1.0) -> None:
-        """Paints pixels by the share of each that is covered."""
-        share = np.clip(share_HW, 0, 1)[..., None] * opacity
-        self.pixels[area] += share * (np.array(colour) - self.pixels[area])
+    def _pixel(self, x: float, y: float) -> tuple[float, float]:
+        """Returns a position as Pillow's: whole numbers are the centres of pixels."""
+        return (x - self.low) * self.scale - 0.5, self.size - (y - self.low) * self.scale - 0.5
 
 
 def to_png(picture: np.ndarray) -> bytes:

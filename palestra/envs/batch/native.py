@@ -29,21 +29,17 @@ class NativeEnv(VectorEnv):
     def reset(self, seeds: np.ndarray) -> VectorStep:
         self.internal_state["rng"][:] = seed_streams(seeds)
         self._begin()
-        self.vector_step.rewards[:] = 0
-        self.vector_step.terminated[:] = False
-        self.vector_step.truncated[:] = False
-        if self.vector_step.seat_terminated is not None:
-            self.vector_step.seat_terminated[:] = False
+        self.vector_step.clear_results()
         return self.vector_step
 
     def step(self, actions: np.ndarray) -> VectorStep:
         self._advance(np.ascontiguousarray(actions))
         return self.vector_step
 
-    def build_table(self, kind: type[T]) -> T:
-        """Returns the arrays (not copies) that the kernels change, those of `internal_state` and of the frame, as a
-        NamedTuple `kind` with fields of these names."""
-        arrays = vars(self.vector_step) | self.internal_state
+    def build_table(self, kind: type[T], **constants: Any) -> T:
+        """Returns the arrays (not copies) that the kernels change, those of `internal_state` and of
+        the frame, and `constants`, as a NamedTuple `kind` with fields of these names."""
+        arrays = vars(self.vector_step) | self.internal_state | constants
         return kind(**{name: arrays[name] for name in kind._fields})  # type: ignore[attr-defined]
 
     @abstractmethod
@@ -69,8 +65,8 @@ class NativeEnv(VectorEnv):
 
 @jit
 def store_final(g: Any, b: int) -> None:
-    """Copies the last observations and the state of an ended game to `final_obs` and `final_state`. Loops compile ten
-    times as fast as slice assignments."""
+    """Copies the last observations and the state of an ended game to `final_obs` and `final_state`.
+    Loops compile ten times as fast as slice assignments."""
     for n in range(g.obs.shape[1]):
         for at in range(g.obs.shape[2]):
             g.final_obs[b, n, at] = g.obs[b, n, at]

@@ -74,8 +74,8 @@ def uniform(row: np.ndarray, low: float, high: float) -> float:
 
 @jit
 def random_below(row: np.ndarray, n: int) -> int:
-    """Returns the next number of `Generator.integers(n)`: an integer from 0 to n-1, for n up to 2**32 - 1 (Lemire,
-    2019)."""
+    """Returns the next number of `Generator.integers(n)`: an integer from 0 to n-1, for n up to
+    2**32 - 1 (Lemire, 2019)."""
     if n <= 1:
         return 0
     size = np.uint64(n)

@@ -81,8 +81,8 @@ class SeatShuffledEnv(VectorEnv):
         return np.arange(self.num_envs)[:, None]
 
     def _by_seat(self, vector_step: VectorStep) -> VectorStep:
-        """Returns the frame by seat: rewards and final observations by the permutation of the game that they belong
-        to."""
+        """Returns the frame by seat: rewards and final observations by the permutation of the game
+        that they belong to."""
         arrays = vector_step.arrays()
         before = self._seats_of(self.previous_env_sides)
         for names, seats in ((NEXT_ARRAYS, self.env_seats), (LAST_ARRAYS, before)):

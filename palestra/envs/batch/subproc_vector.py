@@ -64,8 +64,8 @@ class SharedStep:
 
 
 def _work(pipe: Connection, make: bytes, part: slice, games: int) -> None:
-    """Process main: plays the games `part` of `games`. Sends their spec, receives the name of the memory, then executes
-    commands. If one fails, sends the traceback and ends."""
+    """Process main: plays the games `part` of `games`. Sends their spec, receives the name of the
+    memory, then executes commands. If one fails, sends the traceback and ends."""
     leave_signals_to_parent()  # which closes the pipe
     with suppress(EOFError, ConnectionError):  # the parent closed the pipe or ended
         try:
@@ -91,8 +91,8 @@ def _play(pipe: Connection, loop: SyncVectorEnv, part: slice, games: int) -> Non
 
 
 def _execute(loop: SyncVectorEnv, what: str, value: Any) -> Arrays | GamesDiffer | None:
-    """Executes one command. Frames stay in shared memory; only the result of `save` is returned, and the GamesDiffer of
-    `load`, after which games may be reset."""
+    """Executes one command. Frames stay in shared memory; only the result of `save` is returned,
+    and the GamesDiffer of `load`, after which games may be reset."""
     if what == "save":
         return loop.save()
     try:
@@ -127,8 +127,8 @@ class _Worker:
             self.child.pipe.send((what, value))
 
     def receive(self, starting: bool = False) -> Any:
-        """Returns the next answer of the process; raises _ProcessFailed if it failed, ended or did not answer in
-        time."""
+        """Returns the next answer of the process; raises _ProcessFailed if it failed, ended or did
+        not answer in time."""
         patience = max(START_TIMEOUT_S, self.timeout_s) if starting else self.timeout_s
         try:
             if not self.child.pipe.poll(patience):
@@ -267,8 +267,8 @@ class SubprocVectorEnv(VectorEnv):
         return heard
 
     def _replace_failed(self, failed: dict[_Worker, str]) -> None:
-        """Replaces failed processes and gathers the frame; the last observations of lost games become their final
-        ones."""
+        """Replaces failed processes and gathers the frame; the last observations of lost games
+        become their final ones."""
         for worker, why in failed.items():
             self.vector_step.final_obs[worker.part] = self.vector_step.obs[worker.part]
             if self.vector_step.state is not None and self.vector_step.final_state is not None:

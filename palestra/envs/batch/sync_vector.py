@@ -147,9 +147,7 @@ class SyncVectorEnv(VectorEnv):
 
     def reset(self, seeds: np.ndarray) -> VectorStep:
         self._seeds[:], self._played[:] = seeds, 0
-        for name in ("rewards", "terminated", "truncated", "success", "seat_terminated"):
-            if (array := getattr(self.vector_step, name)) is not None:
-                array[:] = 0
+        self.vector_step.clear_results()
         for b in range(self.num_envs):
             self._begin(b)
         return self.vector_step
@@ -270,9 +268,9 @@ class SyncVectorEnv(VectorEnv):
 def clip_actions(
     action_spaces: Sequence[Space], actions: np.ndarray, action_mask: np.ndarray | None = None
 ) -> np.ndarray:
-    """Returns the actions [B, N, ...] moved into their spaces, same dtype: integers to the nearest valid one, illegal
-    actions to the first legal one (0 if none is), numbers to the bounds (nan becomes 0, then clipped). `action_mask` is
-    the action mask [B, N, A]."""
+    """Returns the actions [B, N, ...] moved into their spaces, same dtype: integers to the nearest
+    valid one, illegal actions to the first legal one (0 if none is), numbers to the bounds (nan
+    becomes 0, then clipped). `action_mask` is the action mask [B, N, A]."""
     if actions.ndim == 2:
         inside = np.clip(actions, 0, np.array([space.n for space in action_spaces if isinstance(space, Discrete)]) - 1)
         if action_mask is None:
@@ -322,16 +320,16 @@ def to_reward(value: Any, seat: Seat) -> float:
 
 
 def require_flag(value: Any, name: str) -> bool:
-    """Returns the truth value of a flag called `name`. Raises ValueError for a text, None, or a number that is neither
-    0 nor 1."""
+    """Returns the truth value of a flag called `name`. Raises ValueError for a text, None, or a
+    number that is neither 0 nor 1."""
     if (flag := to_flag(value)) is None:
         raise ValueError(f"{name} is {value!r:.60}: give True or False")
     return flag
 
 
 def to_array(value: Any, what: str = "an observation") -> np.ndarray:
-    """Returns a value for networks as an array. Raises ValueError for one that loses a part in float32: the mask of a
-    masked array, imaginary parts, and digits of large integers."""
+    """Returns a value for networks as an array. Raises ValueError for one that loses a part in
+    float32: the mask of a masked array, imaginary parts, and digits of large integers."""
     array = np.asarray(value)
     kind = array.dtype.kind
     if isinstance(value, np.ma.MaskedArray):
@@ -351,8 +349,8 @@ def to_array(value: Any, what: str = "an observation") -> np.ndarray:
 
 
 def to_action_mask(mask: Any, space: Discrete, seat: Seat) -> np.ndarray:
-    """Returns an action mask as bool [actions]. Raises ValueError for another length, and for values other than 0 and
-    1, such as those that are added to logits."""
+    """Returns an action mask as bool [actions]. Raises ValueError for another length, and for
+    values other than 0 and 1, such as those that are added to logits."""
     given = to_array(mask, f'the action_mask of seat "{seat}"')
     legal = given.astype(bool)
     # bytes are compared in a fifth of the time of arrays
@@ -366,8 +364,8 @@ def to_action_mask(mask: Any, space: Discrete, seat: Seat) -> np.ndarray:
 
 
 def episode_seed(stream: int, number: int) -> int:
-    """Returns the seed, below 2**31, of episode `number` of a stream: for the first one `stream` itself if it is below
-    2**31."""
+    """Returns the seed, below 2**31, of episode `number` of a stream: for the first one `stream`
+    itself if it is below 2**31."""
     if number == 0 and stream < 2**31:
         return stream
     return combine_seeds(stream, number)

@@ -30,8 +30,8 @@ class EnvServersConfig(StrictModel):
     """The servers of a remote env. Every server must serve the env."""
 
     servers: tuple[str, ...] | str
-    """Addresses `HOST:PORT`, or the path of a file with one address per line (`#` starts a comment). The file is
-    re-read every second, so servers can be added and removed during a run."""
+    """Addresses `HOST:PORT`, or the path of a file with one address per line (`#` starts a
+    comment). The file is re-read every second, so servers can be added and removed during a run."""
     token_env: str = TOKEN_VARIABLE
     """Name of the environment variable that holds the servers' token. Unused if `token_file` is set."""
     token_file: str | None = None
@@ -41,8 +41,8 @@ class EnvServersConfig(StrictModel):
     ca: str | None = None
     """Path of a PEM file with the certificate authorities to trust instead of the system's. Implies TLS."""
     request_timeout: float = Field(60.0, gt=0)
-    """Seconds until an unanswered request counts as lost; its session is then replayed on another connection. Raise it
-    for envs with slow steps."""
+    """Seconds until an unanswered request counts as lost; its session is then replayed on another
+    connection. Raise it for envs with slow steps."""
     server_timeout: float = Field(120.0, ge=0)
     """Seconds that an env waits for a reachable server before its episode fails. Raise it if servers restart slowly."""
 
@@ -121,8 +121,8 @@ def _checked(addresses: tuple[str, ...], where: str) -> tuple[str, ...]:
 
 
 def with_short_waits(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of the config `tree` whose envs wait at most `DRY_RUN_WAIT_S` seconds for a server; used for dry
-    runs."""
+    """Returns a copy of the config `tree` whose envs wait at most `DRY_RUN_WAIT_S` seconds for a
+    server; used for dry runs."""
     changed = dict(tree)
     if isinstance(tree.get("env"), Mapping):
         changed["env"] = _hasty(tree["env"])

@@ -250,8 +250,8 @@ async def _hello(address: str, stream: Any) -> pb.Replies:
 
 
 def open_channel(address: str, server_config: EnvServersConfig) -> Any:
-    """Opens a gRPC channel on the running event loop. Raises ValueError if the file `server_config.ca` cannot be
-    read."""
+    """Opens a gRPC channel on the running event loop. Raises ValueError if the file
+    `server_config.ca` cannot be read."""
     if not server_config.tls and not server_config.ca:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     try:

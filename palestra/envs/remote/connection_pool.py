@@ -20,8 +20,8 @@ CONNECTS_PER_WORKER = 8  # consecutive connections per worker without a new work
 
 
 class ConnectionPool:
-    """Connections to the current servers of `server_config`. All methods but `acquire` run on the client's loop
-    (`client_loop`)."""
+    """Connections to the current servers of `server_config`. All methods but `acquire` run on the
+    client's loop (`client_loop`)."""
 
     def __init__(self, server_config: EnvServersConfig) -> None:
         self.server_config = server_config
@@ -105,8 +105,8 @@ class ConnectionPool:
                 await asyncio.sleep(RECONNECT.wait_s(failures))
 
     async def _connect(self, address: str) -> None:
-        """Connects to workers without a connection. The kernel picks the worker of each connection, so duplicates are
-        closed and retried."""
+        """Connects to workers without a connection. The kernel picks the worker of each connection,
+        so duplicates are closed and retried."""
         tries = 1
         while tries > 0:
             self.connections = [connection for connection in self.connections if not connection.lost_reason]

@@ -1,5 +1,5 @@
-"""Builds envs from their config: local ones, or remote ones if `at` names servers (address.py). Imports gRPC only for
-remote envs."""
+"""Builds envs from their config: local ones, or remote ones if `at` names servers (address.py).
+Imports gRPC only for remote envs."""
 
 from __future__ import annotations
 

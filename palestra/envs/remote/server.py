@@ -63,8 +63,8 @@ class EnvServerOptions:
         return f"{url_host(self.host)}:{self.port}"
 
     def read_tls(self) -> tuple[bytes, bytes] | None:
-        """Returns private key and certificate chain in PEM; None without TLS. Raises ValueError if the files are
-        incomplete or unreadable."""
+        """Returns private key and certificate chain in PEM; None without TLS. Raises ValueError if
+        the files are incomplete or unreadable."""
         if (self.cert is None) != (self.key is None):
             raise ValueError("TLS needs both a certificate and its key: give --cert cert.pem and --key key.pem")
         if self.cert is None or self.key is None:

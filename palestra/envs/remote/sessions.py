@@ -304,8 +304,8 @@ def _playable(name: str) -> type[Env]:
 
 
 def _seed(message: pb.Value) -> int:
-    """Reads a session's seed. Raises InvalidRequest unless it is a 64-bit integer: seeding a generator from a longer
-    one takes time quadratic in its length."""
+    """Reads a session's seed. Raises InvalidRequest unless it is a 64-bit integer: seeding a
+    generator from a longer one takes time quadratic in its length."""
     kind = message.WhichOneof("kind")
     seed = read_value(message) if kind == "integer" or (kind == "long" and len(message.long) <= 9) else None
     if seed is None or not -(2**63) <= seed < 2**64:

@@ -58,6 +58,6 @@ class Rules(ABC, Generic[S]):
         """Returns the information state as text. If two texts differ, the two `info_state_key` differ."""
 
     def info_state_key(self, state: S, player: int) -> Hashable:
-        """Returns a hashable key of the information state: by default its array. Games whose array leaves out something
-        that the player knows override this."""
+        """Returns a hashable key of the information state: by default its array. Games whose array
+        leaves out something that the player knows override this."""
         return self.info_state(state, player).tobytes()

@@ -115,8 +115,8 @@ class LeducRules(Rules[LeducState]):
         return f"{text} The table shows {_card_name(state.cards[2])}. Then: {self._moves_text(state.second_round)}."
 
     def _moves_text(self, moves: tuple[int, ...]) -> str:
-        """Returns the moves as text, without folds: `info_state` does not encode folds either, so both stay
-        equivalent."""
+        """Returns the moves as text, without folds: `info_state` does not encode folds either, so
+        both stay equivalent."""
         return " ".join(self.action_names[action] for action in moves if action != FOLD) or "none"
 
 

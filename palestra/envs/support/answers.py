@@ -26,8 +26,8 @@ def answer_words(answer: object) -> list[str]:
 
 
 def read_choice(answer: object, choices: Sequence[str]) -> str | None:
-    """Returns the one of `choices`, words in lower case, that the text after the last "####" names, or the whole answer
-    without one; None unless it names exactly one."""
+    """Returns the one of `choices`, words in lower case, that the text after the last "####" names,
+    or the whole answer without one; None unless it names exactly one."""
     words = set(re.findall(r"\w+", str(answer).rpartition("####")[2].lower()))
     named = [choice for choice in choices if choice in words]
     return named[0] if len(named) == 1 else None

@@ -51,8 +51,8 @@ def hash_share(text: str) -> float:
 
 
 def split_of_text(text: str) -> Split:
-    """Returns the split of an instance with content `text`. Equal problems must have equal text (a canonical
-    form)."""
+    """Returns the split of an instance with content `text`. Equal problems must have equal text (a
+    canonical form)."""
     share = hash_share(text)
     for split, width in SPLIT_SHARES.items():
         if share < width:

@@ -328,19 +328,13 @@ def best_actions(rules: Rules[Any], state: Any, depth: int, evaluate_state: Stat
     game, play is perfect. For two-player zero-sum games without chance.
     """
     worth: dict[int, float] = {}
+    player = rules.current_player(state)
     for action in rules.legal_actions(state):
+        after = rules.next_state(state, action)
         best = max(worth.values(), default=-math.inf)
         # The next float below the best value: an action that equals the best then differs from a worse one.
         floor = math.nextafter(best, -math.inf)
-        worth[action] = _negamax(
-            rules,
-            rules.next_state(state, action),
-            rules.current_player(state),
-            depth - 1,
-            evaluate_state,
-            floor,
-            math.inf,
-        )
+        worth[action] = _negamax(rules, after, player, depth - 1, evaluate_state, floor, math.inf)
     best = max(worth.values())
     return [action for action, value in worth.items() if value == best]
 

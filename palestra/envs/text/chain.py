@@ -52,8 +52,8 @@ class Answers(dict[Seat, str]):
 
 
 class ChainEnv(Env):
-    """The rows of one split of a `Chain`. Instances are the rows in order, cyclically, or, in training, in an order of
-    their own in each epoch, by the run's seed."""
+    """The rows of one split of a `Chain`. Instances are the rows in order, cyclically, or, in
+    training, in an order of their own in each epoch, by the run's seed."""
 
     name = "chain"
     replaces_state = True
@@ -117,8 +117,8 @@ class ChainEnv(Env):
         return Step({}, total_rewards(own), sum(team.values()), info=info)
 
     async def _success(self, payments: Iterable[Payment], played: Played) -> dict[str, Any]:
-        """Returns the success as info: that of the function for it, else whether all truth values among the rewards
-        are true, of rewards by seat for each seat; none without any."""
+        """Returns the success as info: that of the function for it, else whether all truth values
+        among the rewards are true, of rewards by seat for each seat; none without any."""
         if self.chain.success:
             return {"success": await self.chain.success.value(played)}
         flags: dict[Seat | None, bool] = {}

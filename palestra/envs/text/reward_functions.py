@@ -22,8 +22,8 @@ WANTED = "a finite number, True or False, or None for no reward"
 
 @dataclass(frozen=True)
 class Played:
-    """A row and the answers to it, as reward functions get them. `number` is the row's in messages; `batch` is the same
-    in TRL's form, a list of one value for each name."""
+    """A row and the answers to it, as reward functions get them. `number` is the row's in messages;
+    `batch` is the same in TRL's form, a list of one value for each name."""
 
     row: Row
     number: int

@@ -1,5 +1,5 @@
-"""Templates of prompts, a text with places for values such as "Solve {question}", or messages of such texts, and the
-turns that show them."""
+"""Templates of prompts, a text with places for values such as "Solve {question}", or messages of
+such texts, and the turns that show them."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def _template_of_turn(seat: Seat, prompt: Any, turn: int, count: int) -> Templat
 
 
 def shown_columns(turns: Sequence[Turn], columns: Sequence[str]) -> dict[str, bool]:
-    """Returns the columns that the prompts show, and whether each may hold messages, since it is always a whole prompt.
-    Raises ValueError for names of anything that is not known at the turn."""
+    """Returns the columns that the prompts show, and whether each may hold messages, since it is
+    always a whole prompt. Raises ValueError for names of anything that is not known at the turn."""
     seats = [seat for seat, _ in turns]
     if shadowed := [seat for seat in seats[:-1] if seat in columns]:
         raise ValueError(f"{shadowed[0]} is a seat and a column of the rows: rename one of them")

@@ -10,7 +10,6 @@ from palestra.core.accel.jit import jit
 from palestra.envs.batch.native import NativeEnv, store_ended
 from palestra.envs.batch.rng import RNG_WORDS, random_below
 from palestra.envs.rules.kuhn import BET, check_players
-from palestra.envs.support.options import check_at_least
 from palestra.envs.vector_base import Discrete, empty_step
 
 CARD_NAMES = ("9", "10", "J", "Q", "K")  # the highest cards; a game of two players uses J, Q, K
@@ -76,8 +75,8 @@ def _begin_games(t: KuhnArrays, chosen: np.ndarray) -> None:
 
 @jit
 def _move(t: KuhnArrays, actions: np.ndarray) -> None:
-    """Makes the move of the player to move and marks the games that it ended. After a bet, each other player answers
-    once; a player that passes then is out."""
+    """Makes the move of the player to move and marks the games that it ended. After a bet, each
+    other player answers once; a player that passes then is out."""
     games, players = t.stakes.shape
     for b in range(games):
         move = t.moves[b]
@@ -136,7 +135,6 @@ class KuhnPoker(NativeEnv):
     action_names = ("pass", "bet")
 
     def __init__(self, num_envs: int = 64, *, players: int = 2) -> None:
-        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
         check_players(players)
         deck = players + 1
         moves = 2 * players - 1

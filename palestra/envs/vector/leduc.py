@@ -10,7 +10,6 @@ from palestra.core.accel.jit import jit
 from palestra.envs.batch.native import NativeEnv, store_ended
 from palestra.envs.batch.rng import RNG_WORDS
 from palestra.envs.rules.leduc import CALL, DECK_SIZE, FOLD, INFO_STATE_SIZE, MAX_MOVES, MAX_RAISES, RAISE, RANKS
-from palestra.envs.support.options import check_at_least
 from palestra.envs.vector.kuhn import clear_games, deal_cards
 from palestra.envs.vector_base import Discrete, empty_step
 
@@ -52,8 +51,8 @@ def _begin_games(t: LeducArrays, chosen: np.ndarray) -> None:
 
 @jit
 def _choose(t: LeducArrays, actions: np.ndarray) -> None:
-    """Reads the action of the player to move (call if it is illegal) and writes it to the history; folds are not
-    written."""
+    """Reads the action of the player to move (call if it is illegal) and writes it to the history;
+    folds are not written."""
     for b in range(len(t.play)):
         turn = t.play[b, TURN]
         action = actions[b, turn]
@@ -68,8 +67,8 @@ def _choose(t: LeducArrays, actions: np.ndarray) -> None:
 
 @jit
 def _move(t: LeducArrays) -> None:
-    """Makes the chosen move and marks the games that it ended. A call ends the round unless it is the round's first
-    move."""
+    """Makes the chosen move and marks the games that it ended. A call ends the round unless it is
+    the round's first move."""
     for b in range(len(t.play)):
         turn = t.play[b, TURN]
         action = t.play[b, ACTION]
@@ -88,8 +87,8 @@ def _move(t: LeducArrays) -> None:
 
 @jit
 def _pay(t: LeducArrays) -> None:
-    """Writes the rewards. The remaining player wins the other's stake, or the better hand does (a pair beats any single
-    card); equal hands split."""
+    """Writes the rewards. The remaining player wins the other's stake, or the better hand does (a
+    pair beats any single card); equal hands split."""
     for b in range(len(t.play)):
         t.rewards[b, 0], t.rewards[b, 1] = 0, 0
         if not t.terminated[b]:
@@ -154,7 +153,6 @@ class LeducPoker(NativeEnv):
     state_size = STATE_SIZE
 
     def __init__(self, num_envs: int = 64) -> None:
-        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
         self.num_envs = num_envs
         self.vector_step = empty_step(num_envs, 2, (INFO_STATE_SIZE,), num_actions=3, state_size=STATE_SIZE)
         self.internal_state = {

@@ -10,7 +10,6 @@ from palestra.core.accel.jit import jit
 from palestra.envs.batch.native import NativeEnv, store_ended
 from palestra.envs.batch.rng import RNG_WORDS, random_below
 from palestra.envs.rules.liars_dice import check_dice
-from palestra.envs.support.options import check_at_least
 from palestra.envs.vector.kuhn import clear_games
 from palestra.envs.vector_base import Discrete, empty_step
 
@@ -66,9 +65,9 @@ def _begin_games(t: LiarsDiceArrays, faces: int, chosen: np.ndarray) -> None:
 
 @jit
 def _move(t: LiarsDiceArrays, faces: int, actions: np.ndarray) -> None:
-    """Plays the action of the player to move (the lowest legal one if it is illegal) and writes it to the history.
-    After a bid, only higher bids and the call are legal; the call ends the game. Both seats get the action mask of the
-    player to move."""
+    """Plays the action of the player to move (the lowest legal one if it is illegal) and writes it
+    to the history. After a bid, only higher bids and the call are legal; the call ends the game.
+    Both seats get the action mask of the player to move."""
     own = t.dice.shape[2] * faces
     liar = t.action_mask.shape[2] - 1
     for b in range(len(t.turn)):
@@ -136,7 +135,6 @@ class LiarsDice(NativeEnv):
     seats = ("player_0", "player_1")
 
     def __init__(self, num_envs: int = 64, *, dice: int = 1, faces: int = 6) -> None:
-        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
         check_dice(dice, faces)
         own = dice * faces
         actions = 2 * dice * faces + 1

@@ -51,8 +51,8 @@ class MatrixArrays(NamedTuple):
 
 @jit
 def _step_round(t: MatrixArrays, payoff: np.ndarray, rounds: int, actions: np.ndarray) -> None:
-    """Writes the rewards and the last joint action, one-hot: in observations the seat's own action first, in the state
-    player_0's."""
+    """Writes the rewards and the last joint action, one-hot: in observations the seat's own action
+    first, in the state player_0's."""
     rows = payoff.shape[0]
     columns = payoff.shape[1]
     for b in range(len(t.place)):
@@ -96,8 +96,8 @@ def _step_two(t: MatrixArrays, actions: np.ndarray) -> None:
 
 @jit
 def _step_m(t: MatrixArrays, steps: int, actions: np.ndarray) -> None:
-    """Plays a step of the m-step game. State 0 is the start, followed by the steps - 1 states of the left branch and as
-    many of the right one."""
+    """Plays a step of the m-step game. State 0 is the start, followed by the steps - 1 states of
+    the left branch and as many of the right one."""
     for b in range(len(t.place)):
         first = int(actions[b, 0] == 1)
         second = int(actions[b, 1] == 1)
@@ -121,7 +121,6 @@ class _Tabular(NativeEnv):
     seats = SEATS
 
     def __init__(self, num_envs: int, choices: tuple[int, int], view: int, state: int) -> None:
-        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
         self.num_envs = num_envs
         self.state_size = state
         self.observation_shapes = ((view,), (view,))

@@ -20,9 +20,10 @@ import numpy as np
 from palestra.core.types import Seat
 from palestra.envs.batch.canvas import GREEN, GREY, LIGHT_GREY, Canvas, seat_colour
 from palestra.envs.batch.native import NativeEnv
+from palestra.envs.batch.rng import RNG_WORDS
 from palestra.envs.support.options import check_at_least
 from palestra.envs.vector import mpe_rules as rules
-from palestra.envs.vector.mpe_physics import begin_games, build_world, empty_world_arrays, step_arrays
+from palestra.envs.vector.mpe_physics import MPEStepArrays, World, begin_games
 from palestra.envs.vector_base import Continuous, Discrete, Entities, Space, empty_step
 
 MOVES = ("nothing", "left", "right", "down", "up")
@@ -59,7 +60,6 @@ class _Particles(NativeEnv):
     advance_options: tuple[Any, ...] = ()
 
     def __init__(self, num_envs: int, spec: WorldSpec, max_cycles: int, continuous: bool) -> None:
-        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
         check_at_least("max_cycles", max_cycles, 1, "a game takes a step")
         self.num_envs = num_envs
         self.max_cycles = max_cycles
@@ -68,20 +68,27 @@ class _Particles(NativeEnv):
         self.observation_shapes = tuple((width,) for width in spec.observation_sizes)
         self.action_spaces = tuple(_space(n, continuous) for n in spec.num_actions)
         self.state_size = sum(spec.observation_sizes)
-        self.internal_state = empty_world_arrays(num_envs, len(spec.seats), spec.num_landmarks, spec.num_words)
-        self.vector_step = empty_step(
-            num_envs, len(spec.seats), (max(spec.observation_sizes),), state_size=self.state_size
-        )
-        self._world = build_world(
-            self.internal_state,
+        agents = len(spec.seats)
+        self.vector_step = empty_step(num_envs, agents, (max(spec.observation_sizes),), state_size=self.state_size)
+        self.internal_state = {
+            "rng": np.zeros((num_envs, RNG_WORDS), np.uint64),
+            "pos": np.zeros((num_envs, agents + spec.num_landmarks, 2)),
+            "vel": np.zeros((num_envs, agents, 2)),
+            "goal": np.zeros(num_envs, np.int64),
+            "word": np.zeros((num_envs, spec.num_words), np.float32),
+            "age": np.zeros(num_envs, np.int64),
+        }
+        self._world = self.build_table(
+            World,
+            force=np.zeros((agents, 2)),
             radius=np.array(spec.radius, float),
             accel=np.array(spec.accel),
-            max_speed=np.array(spec.max_speed or [math.inf] * len(spec.seats)),
+            max_speed=np.array(spec.max_speed or [math.inf] * agents),
             landmark_range=spec.landmark_range,
             has_goal=spec.has_goal,
         )
-        self._view = step_arrays(self.vector_step, spec.observation_sizes)
-        self.seat_colours = tuple(seat_colour(n) for n in range(len(spec.seats)))
+        self._view = self.build_table(MPEStepArrays, observation_sizes=np.array(spec.observation_sizes, np.int64))
+        self.seat_colours = tuple(map(seat_colour, range(agents)))
         if set(spec.num_actions) == {NUM_MOVES} and not continuous:
             self.action_names = MOVES
         self._all = np.ones(num_envs, bool)

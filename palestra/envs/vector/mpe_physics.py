@@ -9,14 +9,13 @@ agents, then the landmarks), `D` numbers of an action, `W` words.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from palestra.core.accel.jit import jit, jit_inline
 from palestra.envs.batch.native import store_final
-from palestra.envs.batch.rng import RNG_WORDS, random_below, uniform
-from palestra.envs.vector_base import Arrays, VectorStep
+from palestra.envs.batch.rng import random_below, uniform
 
 _STEP = 0.1  # seconds
 _KEPT = 1 - 0.25  # share of the velocity that is kept per step
@@ -55,41 +54,6 @@ class MPEStepArrays(NamedTuple):
     rewards: np.ndarray
     truncated: np.ndarray
     observation_sizes: np.ndarray
-
-
-def empty_world_arrays(num_envs: int, num_agents: int, num_landmarks: int, num_words: int) -> Arrays:
-    """Returns the state arrays of B worlds, all zero."""
-    return {
-        "rng": np.zeros((num_envs, RNG_WORDS), np.uint64),
-        "pos": np.zeros((num_envs, num_agents + num_landmarks, 2)),
-        "vel": np.zeros((num_envs, num_agents, 2)),
-        "goal": np.zeros(num_envs, np.int64),
-        "word": np.zeros((num_envs, num_words), np.float32),
-        "age": np.zeros(num_envs, np.int64),
-    }
-
-
-def build_world(memory: Arrays, **fixed: Any) -> World:
-    """Builds a `World` on the arrays of `memory` (not copies) and its constants `fixed`: `radius`, `accel`,
-    `max_speed`, `landmark_range`, `has_goal`."""
-    arrays: dict[str, Any] = {**memory, "force": np.zeros(memory["vel"].shape[1:])}
-    return World(**arrays, **fixed)
-
-
-def step_arrays(vector_step: VectorStep, observation_sizes: tuple[int, ...]) -> MPEStepArrays:
-    """Returns the arrays (not copies) of a frame that has a global state."""
-    state = vector_step.state
-    final = vector_step.final_state
-    assert state is not None and final is not None
-    return MPEStepArrays(
-        vector_step.obs,
-        vector_step.final_obs,
-        state,
-        final,
-        vector_step.rewards,
-        vector_step.truncated,
-        np.array(observation_sizes, np.int64),
-    )
 
 
 @jit
@@ -224,8 +188,8 @@ def write_vector(obs: np.ndarray, b: int, i: int, at: int, pairs_BE2: np.ndarray
 
 @jit_inline
 def write_relative_positions(obs: np.ndarray, b: int, i: int, at: int, pos: np.ndarray, first: int, last: int) -> int:
-    """Writes the positions, relative to seat i, of the entities `first` to `last - 1` except i to its observation;
-    returns the next index."""
+    """Writes the positions, relative to seat i, of the entities `first` to `last - 1` except i to
+    its observation; returns the next index."""
     for e in range(first, last):
         if e != i:
             obs[b, i, at] = pos[b, e, 0] - pos[b, i, 0]
@@ -246,8 +210,8 @@ def write_state(obs: np.ndarray, state: np.ndarray, widths: np.ndarray, b: int) 
 
 @jit
 def count_step(world: World, arrays: MPEStepArrays, max_cycles: int) -> None:
-    """Counts a step; for games that it truncates, copies the last observations and state to `final_obs` and
-    `final_state`."""
+    """Counts a step; for games that it truncates, copies the last observations and state to
+    `final_obs` and `final_state`."""
     for b in range(len(world.age)):
         world.age[b] += 1
         arrays.truncated[b] = world.age[b] >= max_cycles

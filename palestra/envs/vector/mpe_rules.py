@@ -48,8 +48,8 @@ def advance_spread(
 
 @jit
 def reward_spread(world: World, arrays: MPEStepArrays, local_ratio: float) -> None:
-    """Writes the rewards; `local_ratio` is the weight of the agent's own reward, -1 for each other agent that it
-    touches."""
+    """Writes the rewards; `local_ratio` is the weight of the agent's own reward, -1 for each other
+    agent that it touches."""
     agents = world.vel.shape[1]
     for b in range(len(world.pos)):
         team = 0.0
@@ -67,8 +67,8 @@ def reward_spread(world: World, arrays: MPEStepArrays, local_ratio: float) -> No
 
 @jit
 def observe_spread(world: World, arrays: MPEStepArrays, which_B: np.ndarray) -> None:
-    """Writes own velocity and position, landmarks, other agents; the other agents' messages, which follow, are always
-    zero."""
+    """Writes own velocity and position, landmarks, other agents; the other agents' messages, which
+    follow, are always zero."""
     agents = world.vel.shape[1]
     for b in range(len(which_B)):
         if which_B[b]:
@@ -95,8 +95,8 @@ def advance_adversary(
 
 @jit
 def reward_adversary(world: World, arrays: MPEStepArrays) -> None:
-    """Writes the rewards: minus its distance to the goal for the adversary (agent 0); for each other agent the
-    adversary's distance minus the distance of the nearest other agent."""
+    """Writes the rewards: minus its distance to the goal for the adversary (agent 0); for each
+    other agent the adversary's distance minus the distance of the nearest other agent."""
     agents = world.vel.shape[1]
     for b in range(len(world.pos)):
         goal = agents + world.goal[b]
@@ -142,8 +142,8 @@ def advance_tag(
 
 @jit
 def reward_tag(world: World, arrays: MPEStepArrays, hunters: int) -> None:
-    """Writes the rewards: 10 to every hunter for each touch of a prey, -10 to that prey, which also pays for leaving
-    the field."""
+    """Writes the rewards: 10 to every hunter for each touch of a prey, -10 to that prey, which also
+    pays for leaving the field."""
     for b in range(len(world.pos)):
         catches = 0
         for prey in range(hunters, world.vel.shape[1]):

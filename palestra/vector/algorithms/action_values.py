@@ -18,18 +18,18 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from palestra.core.losses import TensorMetrics
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.vector_base import Arrays, MultiDiscrete, Space
-from palestra.vector.algorithms.critics import CriticEnsemble, frozen_copy
+from palestra.vector.algorithms.critics import CriticEnsemble, PolyakPairs, frozen_copy
 from palestra.vector.algorithms.minibatches import minibatch_seed
 from palestra.vector.algorithms.presets import algorithm_name
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, metrics_by_policy
@@ -46,7 +46,6 @@ class ActionValueConfig(AlgorithmConfig):
     """Base config of algorithms with action-value critics: `gradient_steps` gradient steps follow each rollout."""
 
     rollout_length: int = Field(8, ge=1)
-    """Rollout length: steps of every parallel game between updates."""
     gradient_steps: int = Field(8, ge=1)
     """Gradient steps per rollout."""
     batch_size: int = Field(256, ge=1)
@@ -56,18 +55,18 @@ class ActionValueConfig(AlgorithmConfig):
     tau: float = Field(0.005, gt=0, le=1)
     """Polyak coefficient: how far the target networks move to the online networks per update."""
     critic: Literal["own", "central"] = "own"
-    """Input of the critics: the seat's `own` observation and action, or `central`: the env's state (or all
-    observations) and all learning seats' actions."""
+    """Input of the critics: the seat's `own` observation and action, or `central`: the env's state
+    (or all observations) and all learning seats' actions."""
     critic_lr: float | None = Field(None, gt=0, le=1_000_000)
     """Learning rate of the critics; null uses the policy's."""
 
 
 @dataclass
 class UpdateBatch:
-    """Update batch of one stack: policy inputs `observations` [P, R, ...] and action masks, `critic_inputs`
-    [P, R, ...], encoded actions `action_codes` [P, R, A], row weights for the critics (`critic_weights`) and for the
-    policies (`policy_weights`) [P, R]. The policies' are 0 for rows in which the seat did not act; both sum to one for
-    each seat."""
+    """Update batch of one stack: policy inputs `observations` [P, R, ...] and action masks,
+    `critic_inputs` [P, R, ...], encoded actions `action_codes` [P, R, A], row weights for the
+    critics (`critic_weights`) and for the policies (`policy_weights`) [P, R]. The policies' are 0
+    for rows in which the seat did not act; both sum to one for each seat."""
 
     observations: Tensor
     action_mask: Tensor | None
@@ -78,9 +77,9 @@ class UpdateBatch:
 
 
 class ActionValueLearner(NetLearner):
-    """Base learner with action-value critics; a subclass defines the replay buffer and a gradient step. `num_critics`
-    critics evaluate each policy. Raises ValueError for envs and policies that these algorithms do not support (see
-    `check_supported`)."""
+    """Base learner with action-value critics; a subclass defines the replay buffer and a gradient
+    step. `num_critics` critics evaluate each policy. Raises ValueError for envs and policies that
+    these algorithms do not support (see `check_supported`)."""
 
     num_critics = 2
     team_metrics: tuple[str, ...] = ()  # metrics of a step that are means over joint steps, not over decisions
@@ -96,8 +95,7 @@ class ActionValueLearner(NetLearner):
         self.critics = [self._critic(stack) for stack in self.stacks]
         self.register("critic", [one.net for one in self.critics], [one.optimizer for one in self.critics])
         self.register("target", [one.target for one in self.critics])
-        # online and target networks
-        self.polyak_pairs: list[tuple[nn.Module, nn.Module]] = [(one.net, one.target) for one in self.critics]
+        self.polyak_pairs: PolyakPairs = [(one.net, one.target) for one in self.critics]
         self.replay = self.build_replay()
         self.steps = 0
         self.build_extras()
@@ -107,6 +105,11 @@ class ActionValueLearner(NetLearner):
     @abstractmethod
     def build_replay(self) -> ReplayBuffer:
         """Builds the replay buffer."""
+
+    def replay_options(self) -> dict[str, Any]:
+        """Returns the options of the replay buffer."""
+        seats = sorted(self.action_encoder.heads)
+        return {"gamma": self.config.gamma, "seats": seats, "count_env_steps": self.config.critic == "central"}
 
     def build_extras(self) -> None:
         """Builds further parts of the learner."""
@@ -166,8 +169,7 @@ class ActionValueLearner(NetLearner):
     # ---- learning
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
-        """Stores the rollout in the replay buffer and, once training has started, takes `gradient_steps` gradient
-        steps; returns metrics by policy."""
+        """Stores the rollout and, once training has started, takes `gradient_steps` steps."""
         self.remember(batch)
         lines: list[list[tuple[TensorMetrics, TensorMetrics]]] = [[] for _ in self.stacks]
         if self.process_group.all_ranks(self.is_warm and self.replay.ring.can_sample):
@@ -210,8 +212,8 @@ class ActionValueLearner(NetLearner):
         progress: float,
         penalty: Callable[[Tensor], Tensor] | None = None,
     ) -> TensorMetrics:
-        """Takes a gradient step of a stack's critics towards targets [P, R], plus a `penalty` [P] of the values [K, P,
-        R] of the actions in the batch; returns metrics."""
+        """Takes a gradient step of a stack's critics towards targets [P, R], plus a `penalty` [P]
+        of the values [K, P, R] of the actions in the batch; returns metrics."""
         q = critic.taken_q_values(batch.critic_inputs, batch.action_codes)
         loss = total = critic_loss(q, target, batch.critic_weights)
         if penalty is not None:

@@ -49,16 +49,15 @@ from palestra.vector.nets.seat_mapping import SeatMapping
 
 
 class ActorCriticConfig(AlgorithmConfig):
-    """Base config of on-policy actor-critic algorithms: collect a rollout of `rollout_length` steps, then train on
-    it."""
+    """Base config of on-policy actor-critic algorithms: collect a rollout of `rollout_length`
+    steps, then train on it."""
 
     rollout_length: int = Field(128, ge=1)
-    """Rollout length: steps of every parallel game per batch."""
     gamma: float = Field(0.99, ge=0, le=1)
     """Discount per decision of a seat."""
     gamma_end: float | None = Field(None, ge=0, le=1)
-    """Discount at the end of the run, reached linearly; null keeps `gamma`. A rising discount learns the near future
-    first (François-Lavet et al., 2015)."""
+    """Discount at the end of the run, reached linearly; null keeps `gamma`. A rising discount
+    learns the near future first (François-Lavet et al., 2015)."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
     """GAE (or V-trace) lambda: 0 trusts the critic, 1 the rewards."""
     epochs: int = Field(1, ge=1)
@@ -68,22 +67,22 @@ class ActorCriticConfig(AlgorithmConfig):
     entropy_coef: float = Field(0.0, ge=0)
     """Coefficient of the entropy bonus."""
     entropy_coef_end: float | None = Field(None, ge=0)
-    """Entropy coefficient at the end of the run, reached linearly; null keeps `entropy_coef`. In two-player zero-sum
-    games self-play cycles without a bonus, and a constant bonus keeps it away from the equilibrium (Sokota et al.,
-    2023)."""
+    """Entropy coefficient at the end of the run, reached linearly; null keeps `entropy_coef`. In
+    two-player zero-sum games self-play cycles without a bonus, and a constant bonus keeps it away
+    from the equilibrium (Sokota et al., 2023)."""
     normalize_advantages: bool = True
     """Standardise each policy's advantages over the rollout."""
     critic: Literal["own", "central"] = "own"
-    """Input of the critic: the seat's `own` observation, or `central`: the env's state (or all observations) and the
-    seat."""
+    """Input of the critic: the seat's `own` observation, or `central`: the env's state (or all
+    observations) and the seat."""
     critics: Literal["each", "one"] = "each"
     """A critic for `each` policy, or `one` for all."""
     value_norm: bool | Literal["popart"] = False
     """Train the critic on returns normalised by their running mean and deviation (Yu et al., 2022). With `popart` the
     critic's last layer is rescaled when these change, so that its values do not (Hessel et al., 2019)."""
     value_clip: float | None = Field(None, gt=0)
-    """Clipping distance of the critic's value from its value before the update, in units of return (normalised with
-    `value_norm`); null does not clip."""
+    """Clipping distance of the critic's value from its value before the update, in units of return
+    (normalised with `value_norm`); null does not clip."""
     aux_value_coef: float = Field(0.0, ge=0)
     """Coefficient of a value loss on the policy network, through a last layer of its own (Cobbe et al., 2021). Useful
     on pixels with a central critic: the critic's targets teach the policy's features. 0 turns it off."""
@@ -131,8 +130,8 @@ class ActorCriticConfig(AlgorithmConfig):
 
 
 class ActorCriticLearner(NetLearner):
-    """Learner of on-policy actor-critic algorithms. Raises ValueError if `critics: one` with `critic: own` meets seats
-    whose observations differ in shape."""
+    """Learner of on-policy actor-critic algorithms. Raises ValueError if `critics: one` with
+    `critic: own` meets seats whose observations differ in shape."""
 
     def __init__(self, config: ActorCriticConfig, spec: NetLearnerSpec) -> None:
         self.config = config
@@ -200,8 +199,7 @@ class ActorCriticLearner(NetLearner):
     # ---- learning
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
-        """Trains critics, then policies, for `epochs` passes over the batch in `minibatches`; returns metrics by
-        policy."""
+        """Trains critics, then policies, for `epochs` passes in `minibatches`."""
         return self.train(RolloutTensors.of(batch, self.device), progress)
 
     def train(self, batch: RolloutTensors, progress: float) -> dict[str, Metrics]:
@@ -297,8 +295,8 @@ class ActorCriticLearner(NetLearner):
         return target, weight
 
     def _scaled_targets(self, targets: Tensor) -> Tensor:
-        """Returns the critics' targets [T, B, N] in the units of their outputs (normalised with `value_norm`). Only
-        networks with a value output learn from them."""
+        """Returns the critics' targets [T, B, N] in the units of their outputs (normalised with
+        `value_norm`). Only networks with a value output learn from them."""
         if not self.has_value_output:
             return targets
         scaled = targets.clone()
@@ -312,8 +310,8 @@ class ActorCriticLearner(NetLearner):
     def _train_policies(
         self, stack: PolicyStack, rows: PolicyRows, scaled_targets: Tensor, progress: float
     ) -> dict[str, Metrics]:
-        """Trains the policies of a stack on `rows`, and the value output of their networks, if they have one, on the
-        critics' `scaled_targets` [T, B, N]; returns metrics by policy."""
+        """Trains the policies of a stack on `rows`, and the value output of their networks, if they
+        have one, on the critics' `scaled_targets` [T, B, N]; returns metrics by policy."""
         names = stack.seat_mapping.names
         targets = stack.rows(scaled_targets)
         lines: list[list[dict[str, Any]]] = [[] for _ in names]
@@ -338,8 +336,8 @@ class ActorCriticLearner(NetLearner):
     def policy_rows(
         self, stack: PolicyStack, batch: RolloutTensors, advantages: Tensor, factor: Tensor, known: Tensor
     ) -> PolicyRows:
-        """Returns the training rows of a stack's policies: `advantages` [T, B, N], normalised and then times `factor`
-        [T, B, N], with weight 0 where they are not `known` [T, B, N]."""
+        """Returns the training rows of a stack's policies: `advantages` [T, B, N], normalised and
+        then times `factor` [T, B, N], with weight 0 where they are not `known` [T, B, N]."""
         advantage = stack.rows(advantages)
         weight = stack.rows(known.float())
         if self.config.normalize_advantages:
@@ -347,16 +345,16 @@ class ActorCriticLearner(NetLearner):
         return PolicyRows.of(stack, batch, advantage * stack.rows(factor), weight)
 
     def _logp(self, batch: RolloutTensors) -> Tensor:
-        """Returns the log-probability of each action under the current policies [T, B, N]; the recorded one where no
-        learning seat acts."""
+        """Returns the log-probability of each action under the current policies [T, B, N]; the
+        recorded one where no learning seat acts."""
         found = batch.logp.clone()
         for stack in self.stacks:
             found[..., stack.seat_mapping.seat_index(self.device)] = stack.action_logp(batch)
         return torch.where(batch.agent_mask[:-1], found, batch.logp)
 
     def _joint_ratio(self, stack: PolicyStack, batch: RolloutTensors) -> Tensor:
-        """Returns the probability of the stack's actions at each step under its current policies, over that under the
-        policies that played [T, B]; seats that do not act count as 1."""
+        """Returns the probability of the stack's actions at each step under its current policies,
+        over that under the policies that played [T, B]; seats that do not act count as 1."""
         seats = stack.seat_mapping.seat_index(self.device)
         change = stack.action_logp(batch) - batch.logp[..., seats]
         acts = batch.agent_mask[:-1][..., seats]

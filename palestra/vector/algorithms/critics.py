@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from palestra.vector.nets.layers import Net, Team, acting_team, states_at
 from palestra.vector.nets.normalise import RunningNorm, normalise, rescale_outputs
 from palestra.vector.nets.on_device import RolloutTensors
 from palestra.vector.nets.seat_mapping import SeatMapping
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass
@@ -49,8 +51,8 @@ class ValueCritic:
     def evaluate(
         self, observations: Tensor, final_observations: Tensor, batch: RolloutTensors
     ) -> tuple[Tensor, Tensor]:
-        """Returns the values of all seats at every step [T+1, B, P*S], from observations [P, T+1, B*S, ...], and at the
-        ends of games [F, P*S], from `final_observations` [P, F, S, ...]."""
+        """Returns the values of all seats at every step [T+1, B, P*S], from observations [P, T+1,
+        B*S, ...], and at the ends of games [F, P*S], from `final_observations` [P, F, S, ...]."""
         mapping, (times, games) = self.seat_mapping, batch.end_index
         acts = mapping.select_seats(batch.agent_mask, 2)  # [P, T+1, B, S]
         state = self.recurrent_states.get(batch.worker)
@@ -66,8 +68,8 @@ class ValueCritic:
         return values, self.values(ends[:, 0]).view(last.shape).movedim(0, 1).flatten(1)
 
     def acts_at_end(self, acts: Tensor, batch: RolloutTensors) -> Tensor:
-        """Returns which seats the final observations of episodes [P, F, S] are of: those that acted, `acts` [P, T+1, B,
-        S], and have not terminated."""
+        """Returns which seats the final observations of episodes [P, F, S] are of: those that
+        acted, `acts` [P, T+1, B, S], and have not terminated."""
         times, games = batch.end_index
         if batch.seat_terminated is None:
             return acts[:, times, games]
@@ -89,9 +91,9 @@ class ValueCritic:
             rescale_outputs(head.weight, head.bias, before, (self.norm.mean, self.norm.std()))
 
     def train(self, rows: CriticRows, minibatches: Iterable[MiniBatch], clip: float | None, progress: float) -> float:
-        """Trains the networks on normalised targets; returns the mean loss of a member. `clip` is the distance of value
-        clipping in units of the outputs (None: no clipping). Afterwards `recurrent_states` has the states after the
-        last step."""
+        """Trains the networks on normalised targets; returns the mean loss of a member. `clip` is
+        the distance of value clipping in units of the outputs (None: no clipping). Afterwards
+        `recurrent_states` has the states after the last step."""
         recurrent_state = self.recurrent_states.get(rows.worker)
         old = self._unroll(rows, recurrent_state)[0][..., 0] if clip is not None else None
         losses = []
@@ -121,9 +123,9 @@ class ValueCritic:
 
 
 class CriticRows(NamedTuple):
-    """Training rows of a critic: observations [P, T, C, ...], first steps `is_first` (None: the networks are
-    feed-forward), seats that act `acts` (None: they play no teams), normalised targets and their weights [P, T, C]
-    each, and the number of the rollout worker."""
+    """Training rows of a critic: observations [P, T, C, ...], first steps `is_first` (None: the
+    networks are feed-forward), seats that act `acts` (None: they play no teams), normalised targets
+    and their weights [P, T, C] each, and the number of the rollout worker."""
 
     observations: Tensor
     is_first: Tensor | None
@@ -135,9 +137,9 @@ class CriticRows(NamedTuple):
 
 @dataclass
 class CriticEnsemble:
-    """The `K` critics of each policy of a stack: network k*P + p is the k-th critic of policy p. `target` is the target
-    network. With `value_per_action` a critic outputs a value for each discrete action of its seat and does not take the
-    action as input."""
+    """The `K` critics of each policy of a stack: network k*P + p is the k-th critic of policy p.
+    `target` is the target network. With `value_per_action` a critic outputs a value for each
+    discrete action of its seat and does not take the action as input."""
 
     net: Net
     target: Net
@@ -146,8 +148,8 @@ class CriticEnsemble:
     value_per_action: bool
 
     def q_values(self, net: Net, seen: Tensor, code: Tensor) -> Tensor:
-        """Returns values [K, P, R, O] float32 for inputs `seen` [P, R, ...] and encoded actions `code` [P, R, A]. O is
-        1, or A with `value_per_action`."""
+        """Returns values [K, P, R, O] float32 for inputs `seen` [P, R, ...] and encoded actions
+        `code` [P, R, A]. O is 1, or A with `value_per_action`."""
         if not self.value_per_action:
             seen = torch.cat([seen, code], -1)
         return net(seen.expand(self.num_critics, *seen.shape).flatten(0, 1)).unflatten(0, (self.num_critics, -1))
@@ -158,16 +160,20 @@ class CriticEnsemble:
         return (q * code).sum(-1) if self.value_per_action else q[..., 0]
 
 
-def frozen_copy(net: Net) -> Net:
+def frozen_copy(net: M) -> M:
     """Returns a copy of the network without gradients."""
     return copy.deepcopy(net).requires_grad_(False)
 
 
+PolyakPairs = list[tuple[nn.Module, nn.Module]]  # online networks, each with its target
+
+
 @torch.no_grad()
-def polyak_update(net: nn.Module, target: nn.Module, tau: float) -> None:
-    """Polyak update: moves the parameters of `target` towards those of `net` by a share of `tau`."""
-    for slow, fast in zip(target.parameters(), net.parameters(), strict=True):
-        slow.lerp_(fast, tau)
+def polyak_update(pairs: PolyakPairs, tau: float) -> None:
+    """Polyak update: moves the parameters of each target towards those of its network by a share of `tau`."""
+    for net, target in pairs:
+        for slow, fast in zip(target.parameters(), net.parameters(), strict=True):
+            slow.lerp_(fast, tau)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""Deep deterministic policy gradients (Lillicrap et al., 2016) and TD3 (Fujimoto et al., 2018); with a central critic
-MADDPG (Lowe et al., 2017) and MATD3. Discrete actions are sampled with straight-through Gumbel-softmax gradients (Jang
-et al., 2017), as in Lowe et al."""
+"""Deep deterministic policy gradients (Lillicrap et al., 2016) and TD3 (Fujimoto et al., 2018);
+with a central critic MADDPG (Lowe et al., 2017) and MATD3. Discrete actions are sampled with
+straight-through Gumbel-softmax gradients (Jang et al., 2017), as in Lowe et al."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class DeterministicConfig(OffPolicyConfig, ABC):
 
     def noise_at(self, progress: float) -> float:
         """Returns the standard deviation of the exploration noise at `progress` in [0, 1]."""
-        end = self.exploration_noise if self.exploration_noise_end is None else self.exploration_noise_end
-        return self.exploration_noise + (end - self.exploration_noise) * min(
-            1.0, progress / self.exploration_noise_share
-        )
+        if self.exploration_noise_end is None:
+            return self.exploration_noise
+        decayed = min(1.0, progress / self.exploration_noise_share)
+        return self.exploration_noise + (self.exploration_noise_end - self.exploration_noise) * decayed
 
 
 class DDPG(DeterministicConfig):
@@ -67,8 +67,8 @@ class TD3(DeterministicConfig):
     gradient_steps: int = Field(64, ge=1)
     """Gradient steps per rollout: twice those of SAC, since target networks move at every second one."""
     target_noise: float = Field(0.2, ge=0)
-    """Standard deviation of the noise on target actions, in half-widths; discrete actions get none, since they are
-    sampled."""
+    """Standard deviation of the noise on target actions, in half-widths; discrete actions get none,
+    since they are sampled."""
     target_noise_clip: float = Field(0.5, ge=0)
     """Bound of that noise, in half-widths."""
     policy_delay: int = Field(2, ge=1)
@@ -85,9 +85,10 @@ class DDPGLearner(OffPolicyLearner):
     num_critics = 1
 
     def build_extras(self) -> None:
-        self.copies = [frozen_copy(stack.net) for stack in self.stacks]
+        nets = [stack.net for stack in self.stacks]
+        self.copies = [frozen_copy(net) for net in nets]
         self.register("copy", self.copies)
-        self.polyak_pairs += [(stack.net, copy) for stack, copy in zip(self.stacks, self.copies, strict=True)]
+        self.polyak_pairs += zip(nets, self.copies, strict=True)
 
     def build_head(self, space: Space) -> ActionHead:
         return TanhHead(space) if isinstance(space, Continuous) else super().build_head(space)
@@ -99,25 +100,26 @@ class DDPGLearner(OffPolicyLearner):
         return stack.head.sample
 
     def policy_output(
-        self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
+        self,
+        i: int,
+        observations: Tensor,
+        action_mask: Tensor | None,
+        generator: torch.Generator,
+        net: Net | None = None,
     ) -> PolicyOutput:
-        return self._of(self.stacks[i].net, self.stacks[i].head, observations, action_mask, generator)
+        """Returns the actions of stack i's policies, or of the networks `net` of the same policies."""
+        out = (net or self.stacks[i].net)(observations)
+        head = self.stacks[i].head
+        if isinstance(head, TanhHead):
+            return PolicyOutput(out, torch.tanh(out))
+        assert isinstance(head, CategoricalHead)
+        logits = head.logits(out, action_mask)
+        return PolicyOutput(out, gumbel_softmax(logits, generator, temperature=self.config.gumbel_temperature))
 
     def target_actions(
         self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
     ) -> PolicyOutput:
-        return self._of(self.copies[i], self.stacks[i].head, observations, action_mask, generator)
-
-    def _of(
-        self, net: Net, head: ActionHead, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
-    ) -> PolicyOutput:
-        out = net(observations)
-        if isinstance(head, TanhHead):
-            return PolicyOutput(out, torch.tanh(out))
-        assert isinstance(head, CategoricalHead)
-        return PolicyOutput(
-            out, gumbel_softmax(head.logits(out, action_mask), generator, temperature=self.config.gumbel_temperature)
-        )
+        return self.policy_output(i, observations, action_mask, generator, self.copies[i])
 
     def target_value(self, i: int, q: Tensor, answer: PolicyOutput) -> Tensor:
         return q.amin(0)[..., 0]
@@ -125,9 +127,8 @@ class DDPGLearner(OffPolicyLearner):
     def loss(self, i: int, q: Tensor, answer: PolicyOutput, batch: UpdateBatch) -> tuple[Tensor, TensorMetrics]:
         """Returns the deterministic policy gradient loss, by the first critic alone as in Fujimoto et al."""
         size = (batch.policy_weights[..., None] * answer.outputs.square()).sum(1).mean(-1)
-        return actor_loss(q[0][..., 0], batch.policy_weights) + self.config.action_l2_coef * size, {
-            "outputs": size.detach()
-        }
+        loss = actor_loss(q[0][..., 0], batch.policy_weights) + self.config.action_l2_coef * size
+        return loss, {"outputs": size.detach()}
 
 
 class TD3Learner(DDPGLearner):

@@ -18,19 +18,15 @@ from palestra.vector.nets.sequence_replay import SequenceBatch
 
 
 class DQN(QLearningConfig):
-    """DQN with double targets (van Hasselt et al., 2016) and a duelling head (Wang et al., 2016); n-step returns
-    (`n_step`) and prioritised replay (Schaul et al., 2016) as in Rainbow (Hessel et al., 2018). Each seat learns from
-    its own rewards; time is counted in its own decisions."""
+    """DQN with double targets (van Hasselt et al., 2016) and a duelling head (Wang et al., 2016);
+    n-step returns (`n_step`) and prioritised replay (Schaul et al., 2016) as in Rainbow (Hessel et
+    al., 2018). Each seat learns from its own rewards; time is counted in its own decisions."""
 
     type: Literal["dqn"] = "dqn"
     gradient_steps: int = Field(32, ge=1)
-    """Gradient steps per rollout."""
     batch_size: int = Field(128, ge=1)
-    """Joint transitions per gradient step."""
     n_step: int = Field(3, ge=1)
-    """Decisions of n-step returns: rewards are summed over them before bootstrapping."""
     duelling: bool = True
-    """Compute action values as a state value plus advantages (Wang et al., 2016)."""
 
     def learner_class(self) -> Callable[..., NetLearner]:
         return DQNLearner

@@ -23,8 +23,8 @@ from palestra.vector.nets.on_device import RolloutTensors
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """A minibatch of `[P, T, C, ...]`: columns, giving `[P, T, M, ...]`, or single transitions, numbered t * C + c,
-    giving `[P, 1, M, ...]`. `index` [M] is int64."""
+    """A minibatch of `[P, T, C, ...]`: columns, giving `[P, T, M, ...]`, or single transitions,
+    numbered t * C + c, giving `[P, 1, M, ...]`. `index` [M] is int64."""
 
     index: Tensor
     columns: bool
@@ -69,8 +69,8 @@ class PolicyRows(NamedTuple):
 
     @classmethod
     def of(cls, stack: PolicyStack, batch: RolloutTensors, advantage: Tensor, weight: Tensor) -> PolicyRows:
-        """Returns the rows of a rollout that the policies of a stack learn from, with advantages and weights [P, T,
-        C]."""
+        """Returns the rows of a rollout that the policies of a stack learn from, with advantages
+        and weights [P, T, C]."""
         is_first = None
         acts = None
         if stack.net.recurrent_units:
@@ -96,9 +96,9 @@ class PolicyRows(NamedTuple):
 
 
 def check_targets(stacks: Sequence[PolicyStack], targets: Tensor, known: Tensor) -> None:
-    """Raises `NonFiniteGradient` if a policy has a `known` target [T, B, N] that is not finite, before any minibatch
-    changes the weights. On a GPU this check would wait for the device and is left out: there the gradient step of that
-    target's minibatch detects it."""
+    """Raises `NonFiniteGradient` if a policy has a `known` target [T, B, N] that is not finite,
+    before any minibatch changes the weights. On a GPU this check would wait for the device and is
+    left out: there the gradient step of that target's minibatch detects it."""
     if not targets.is_cpu or bool(torch.isfinite(targets).all()):
         return
     for stack in stacks:
@@ -126,8 +126,8 @@ def minibatch_seed(seed: int, process_group: ProcessGroup, *key: object) -> int:
 
 
 def standardise(advantage: Tensor, weight: Tensor, all_reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """Returns advantages [P, T, C] with weighted mean 0 and deviation 1 for each member, over all processes:
-    `all_reduce` sums a tensor over them."""
+    """Returns advantages [P, T, C] with weighted mean 0 and deviation 1 for each member, over all
+    processes: `all_reduce` sums a tensor over them."""
     count, total = all_reduce(torch.stack([weight.sum((1, 2)), (weight * advantage).sum((1, 2))]))
     count = count.clamp(min=1)
     # A mean of squares minus the square of the mean would cancel in float32 where the mean is far from 0.
@@ -141,10 +141,10 @@ def standardise(advantage: Tensor, weight: Tensor, all_reduce: Callable[[Tensor]
 def iterate_minibatches(
     weight: Tensor, *, epochs: int, minibatches: int, recurrent: bool, generator: torch.Generator, team_size: int = 1
 ) -> Iterator[MiniBatch]:
-    """Yields the minibatches of all epochs over transitions of weights `weight` [P, T, C], each epoch in a new random
-    order. Recurrent networks get whole columns (all steps of a seat); others single transitions (with one member, only
-    those whose weight is not 0). The `team_size` consecutive columns of a team stay together, also those of weight
-    0."""
+    """Yields the minibatches of all epochs over transitions of weights `weight` [P, T, C], each
+    epoch in a new random order. Recurrent networks get whole columns (all steps of a seat); others
+    single transitions (with one member, only those whose weight is not 0). The `team_size`
+    consecutive columns of a team stay together, also those of weight 0."""
     P, _, C = weight.shape
     device = weight.device
     seats = torch.arange(team_size, device=device)

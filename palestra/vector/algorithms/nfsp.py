@@ -34,8 +34,8 @@ from palestra.vector.policies.nets import NetVectorPolicy, greedy_selector
 
 
 class Reservoir:
-    """Reservoir of `capacity` rows of some columns, a uniform sample without replacement of all rows added (Vitter,
-    1985, algorithm R)."""
+    """Reservoir of `capacity` rows of some columns, a uniform sample without replacement of all
+    rows added (Vitter, 1985, algorithm R)."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -46,8 +46,8 @@ class Reservoir:
         return min(self.seen, self.capacity)
 
     def add(self, rows: Mapping[str, np.ndarray], rng: np.random.Generator) -> None:
-        """Adds rows [M, ...] of each column. The first `capacity` rows fill the reservoir; after that the i-th row
-        replaces a random one with probability capacity / i."""
+        """Adds rows [M, ...] of each column. The first `capacity` rows fill the reservoir; after
+        that the i-th row replaces a random one with probability capacity / i."""
         count = len(next(iter(rows.values())))
         numbers = self.seen + np.arange(count)
         places = np.where(numbers < self.capacity, numbers, rng.integers(0, numbers + 1))
@@ -91,11 +91,8 @@ class NFSP(QLearningConfig):
     average_updates: int = Field(8, ge=1)
     """Gradient steps of the average strategy per rollout."""
     epsilon: float = Field(0.06, ge=0, le=1)
-    """Share of random actions at the start of the run."""
     epsilon_end: float = Field(0.0, ge=0, le=1)
-    """Share of random actions after the decay."""
     epsilon_share: float = Field(1.0, gt=0, le=1)
-    """Share of the run over which epsilon decays, linearly."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per decision of a seat."""
 
@@ -104,8 +101,8 @@ class NFSP(QLearningConfig):
 
 
 class NFSPPolicy:
-    """Policy that plays the best response or the average strategy, sampled per game and seat. Its recurrent
-    state [B, S] bool marks where the best response plays."""
+    """Policy that plays the best response or the average strategy, sampled per game and seat. Its
+    recurrent state [B, S] bool marks where the best response plays."""
 
     def __init__(self, response: NetVectorPolicy, average: NetVectorPolicy, eta: float) -> None:
         self.response = response
@@ -127,8 +124,8 @@ class NFSPPolicy:
     def act(
         self, result: VectorStep, recurrent_state: Tensor, is_first: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, Tensor]:
-        """Returns actions, log-probabilities and the new recurrent state; log-probabilities are BEST_RESPONSE_LOGP
-        where the best response plays."""
+        """Returns actions, log-probabilities and the new recurrent state; log-probabilities are
+        BEST_RESPONSE_LOGP where the best response plays."""
         drawn = torch.rand(recurrent_state.shape, generator=self.generator) < self.eta
         recurrent_state = torch.where(torch.from_numpy(is_first)[:, None], drawn, recurrent_state)
         best, _, _ = self.response.act(result, None, is_first)

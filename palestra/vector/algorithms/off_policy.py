@@ -37,20 +37,19 @@ RANDOM_SHARE = 0.1
 
 
 class OffPolicyConfig(ActionValueConfig):
-    """Base config of off-policy actor-critics: collect `rollout_length` steps, add them to the replay buffer, then take
-    `gradient_steps` gradient steps."""
+    """Base config of off-policy actor-critics: collect `rollout_length` steps, add them to the
+    replay buffer, then take `gradient_steps` gradient steps."""
 
     gradient_steps: int = Field(32, ge=1)
-    """Gradient steps per rollout."""
     learning_starts: int | None = Field(None, ge=1)
     """Joint transitions collected with random actions before training starts (by every process, if there are several);
     at most `buffer_size`. Null: 10,000, or a tenth of the run if that is less."""
     buffer_size: int = Field(100_000, ge=1)
     """Size of the replay buffer, in joint transitions."""
     noise_correlation: float = Field(0.9, ge=0, lt=1)
-    """Correlation of the noise of successive decisions in continuous actions, also of the random actions before
-    training starts. Noise that keeps its sign for some steps moves a sluggish system; independent noise (0) averages
-    out."""
+    """Correlation of the noise of successive decisions in continuous actions, also of the random
+    actions before training starts. Noise that keeps its sign for some steps moves a sluggish
+    system; independent noise (0) averages out."""
 
     @model_validator(mode="after")
     def _learns(self) -> Self:
@@ -62,8 +61,8 @@ class OffPolicyConfig(ActionValueConfig):
         return self
 
     def is_warm(self, transitions: int, progress: float) -> bool:
-        """Returns whether training starts with this number of transitions in the replay buffer, at `progress` in
-        [0, 1] of the run."""
+        """Returns whether training starts with this number of transitions in the replay buffer, at
+        `progress` in [0, 1] of the run."""
         if self.learning_starts is not None:
             return transitions >= self.learning_starts
         return transitions >= min(MOST_RANDOM, self.buffer_size) or progress >= RANDOM_SHARE
@@ -71,9 +70,9 @@ class OffPolicyConfig(ActionValueConfig):
 
 @dataclass
 class PolicyOutput:
-    """Output of a stack's policies: network outputs `outputs` [P, R, O], encoded actions `action_codes` [P, R, A], and
-    log-probabilities if the algorithm needs them: [P, R] of the sampled actions, or [P, R, A] of every discrete action.
-    All float32."""
+    """Output of a stack's policies: network outputs `outputs` [P, R, O], encoded actions
+    `action_codes` [P, R, A], and log-probabilities if the algorithm needs them: [P, R] of the
+    sampled actions, or [P, R, A] of every discrete action. All float32."""
 
     outputs: Tensor
     action_codes: Tensor
@@ -81,8 +80,8 @@ class PolicyOutput:
 
 
 class OffPolicyLearner(ActionValueLearner):
-    """Base learner of off-policy actor-critics; a subclass defines the policies' actions, target values and losses.
-    Policies and target networks are updated every `policy_delay`-th step."""
+    """Base learner of off-policy actor-critics; a subclass defines the policies' actions, target
+    values and losses. Policies and target networks are updated every `policy_delay`-th step."""
 
     config: OffPolicyConfig
     policy_delay = 1
@@ -100,16 +99,16 @@ class OffPolicyLearner(ActionValueLearner):
     ) -> PolicyOutput:
         """Returns the actions of stack i's policies, differentiable with respect to their networks."""
 
-    @abstractmethod
     def target_actions(
         self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
     ) -> PolicyOutput:
-        """Returns the actions in the next states that the critics' targets assume."""
+        """Returns the actions in the next states that the critics' targets assume: here those of the policies."""
+        return self.policy_output(i, observations, action_mask, generator)
 
     @abstractmethod
     def target_value(self, i: int, q: Tensor, answer: PolicyOutput) -> Tensor:
-        """Returns the target value [P, R] of a state from the critics' values `q` [K, P, R, O] of the policy's output
-        there."""
+        """Returns the target value [P, R] of a state from the critics' values `q` [K, P, R, O] of
+        the policy's output there."""
 
     @abstractmethod
     def loss(self, i: int, q: Tensor, answer: PolicyOutput, batch: UpdateBatch) -> tuple[Tensor, TensorMetrics]:
@@ -118,8 +117,8 @@ class OffPolicyLearner(ActionValueLearner):
     def penalty(
         self, i: int, batch: UpdateBatch, transitions: TransitionBatch, generator: torch.Generator
     ) -> Callable[[Tensor], Tensor] | None:
-        """Returns a further loss [P] of the critics of stack i, a function of the values [K, P, R] of the actions in
-        the batch; None here."""
+        """Returns a further loss [P] of the critics of stack i, a function of the values [K, P, R]
+        of the actions in the batch; None here."""
         return None
 
     @property
@@ -134,12 +133,7 @@ class OffPolicyLearner(ActionValueLearner):
     # ---- construction
 
     def build_replay(self) -> ReplayBuffer:
-        return ReplayBuffer(
-            self.config.buffer_size,
-            gamma=self.config.gamma,
-            seats=sorted(self.action_encoder.heads),
-            count_env_steps=self.config.critic == "central",
-        )
+        return ReplayBuffer(self.config.buffer_size, **self.replay_options())
 
     # ---- play
 
@@ -178,8 +172,7 @@ class OffPolicyLearner(ActionValueLearner):
     def train_step(
         self, transitions: TransitionBatch, generator: torch.Generator, progress: float
     ) -> list[TensorMetrics]:
-        """Takes one gradient step of all critics, and every `policy_delay`-th time of the policies; returns metrics by
-        stack."""
+        """Takes one step of all critics, and every `policy_delay`-th time of the policies."""
         targets = self.targets(transitions, generator)
         joint = self.action_encoder.encode(transitions.actions, transitions.agent_mask)
         batches = [self.update_batch(stack, transitions, joint) for stack in self.stacks]
@@ -193,8 +186,7 @@ class OffPolicyLearner(ActionValueLearner):
         if self.steps % self.policy_delay == 0:
             for i, batch in enumerate(batches):
                 lines[i] |= self._train_policies(i, batch, generator, progress)
-            for net, target in self.polyak_pairs:
-                polyak_update(net, target, self.config.tau)
+            polyak_update(self.polyak_pairs, self.config.tau)
         return lines
 
     @torch.no_grad()
@@ -214,15 +206,12 @@ class OffPolicyLearner(ActionValueLearner):
         return targets
 
     def _next(self, i: int, transitions: TransitionBatch, generator: torch.Generator) -> PolicyOutput:
-        """Returns the next actions of stack i's policies; the idle code, with probability 1, where a seat does not
-        act."""
+        """Returns the next actions of stack i's policies; the idle code, with probability 1, where
+        a seat does not act."""
         stack = self.stacks[i]
-        answer = self.target_actions(
-            i,
-            stack.observations(transitions.next_obs, 1),
-            stack.optional_rows(transitions.next_action_mask, 1),
-            generator,
-        )
+        observations = stack.observations(transitions.next_obs, 1)
+        action_mask = stack.optional_rows(transitions.next_action_mask, 1)
+        answer = self.target_actions(i, observations, action_mask, generator)
         if self.config.critic == "own":  # the next step is the seat's own next decision
             return answer
         agent_mask = stack.rows(transitions.next_agent_mask, 1)[..., None]

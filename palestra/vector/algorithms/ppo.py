@@ -23,16 +23,12 @@ class PPO(ActorCriticConfig):
 
     type: Literal["ppo"] = "ppo"
     epochs: int = Field(10, ge=1)
-    """Passes over each rollout."""
     minibatches: int = Field(16, ge=1)
     """Gradient steps per pass. With 16 games and the default rollout length, each is on 128 game steps."""
     entropy_coef: float = Field(0.01, ge=0)
-    """Coefficient of the entropy bonus."""
     clip: float = Field(0.2, gt=0)
     """Clipping distance of the probability ratio from 1."""
     value_norm: bool | Literal["popart"] = True
-    """Train the critic on returns normalised by their running mean and deviation (Yu et al., 2022). With `popart` the
-    critic's last layer is rescaled when these change, so that its values do not (Hessel et al., 2019)."""
 
     def loss(self, rows: LossInputs) -> tuple[Tensor, TensorMetrics]:
         return clipped_policy_loss(rows, clip=self.clip)
@@ -54,9 +50,7 @@ class A2C(ActorCriticConfig):
 
     type: Literal["a2c"] = "a2c"
     rollout_length: int = Field(16, ge=1)
-    """Rollout length: steps of every parallel game per batch."""
     entropy_coef: float = Field(0.01, ge=0)
-    """Coefficient of the entropy bonus."""
 
     def loss(self, rows: LossInputs) -> tuple[Tensor, TensorMetrics]:
         return policy_gradient_loss(rows)

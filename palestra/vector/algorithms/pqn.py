@@ -40,7 +40,6 @@ class PQN(EpsilonGreedyConfig):
 
     type: Literal["pqn"] = "pqn"
     rollout_length: int = Field(32, ge=1)
-    """Rollout length: steps of every parallel game per batch."""
     gamma: float = Field(0.99, ge=0, le=1)
     """Discount per decision of a seat (of the team with `mixer: vdn`)."""
     q_lambda: float = Field(0.65, ge=0, le=1)
@@ -50,8 +49,8 @@ class PQN(EpsilonGreedyConfig):
     minibatches: int = Field(8, ge=1)
     """Gradient steps per pass."""
     mixer: Literal["none", "vdn"] = "none"
-    """`none`: each policy learns from its own rewards. `vdn`: the sum of the seats' values is trained on the team's
-    reward."""
+    """`none`: each policy learns from its own rewards. `vdn`: the sum of the seats' values is
+    trained on the team's reward."""
 
     @property
     def combines(self) -> Literal["nothing", "seats", "networks"]:
@@ -78,8 +77,8 @@ class StackRows:
 
 
 class PQNLearner(NetLearner):
-    """Learner of PQN. Networks have layer normalisation unless `layer_norm: false`. Raises ValueError for envs without
-    discrete actions."""
+    """Learner of PQN. Networks have layer normalisation unless `layer_norm: false`. Raises
+    ValueError for envs without discrete actions."""
 
     def __init__(self, config: PQN, spec: NetLearnerSpec) -> None:
         check_action_spaces(config, spec)
@@ -105,8 +104,7 @@ class PQNLearner(NetLearner):
     # ---- learning
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
-        """Takes `epochs` passes over the batch in `minibatches` of joint transitions (of whole games for recurrent
-        policies); returns metrics by policy."""
+        """Trains for `epochs` passes in `minibatches` of joint transitions, or of whole games."""
         rollout = RolloutTensors.of(batch, self.device)
         targets, known = self.targets(rollout)
         rows = [self._rows(stack, rollout, targets, known) for stack in self.stacks]
@@ -127,9 +125,9 @@ class PQNLearner(NetLearner):
         return {name: mean_metrics(own) for name, own in lines.items()}
 
     def targets(self, batch: RolloutTensors) -> tuple[Tensor, Tensor]:
-        """Returns Q(lambda) targets (Gallici et al., 2024, eq. 14) and a mask of the actions that have them, [T, B, N]
-        each: reward + gamma * (lambda * the next target + (1 - lambda) * the next best value). In a team, all seats
-        that act have the team's target."""
+        """Returns Q(lambda) targets (Gallici et al., 2024, eq. 14) and a mask of the actions that
+        have them, [T, B, N] each: reward + gamma * (lambda * the next target + (1 - lambda) * the
+        next best value). In a team, all seats that act have the team's target."""
         values, bootstrap = self._best_values(batch)
         rewards = batch.rewards
         done = batch.seats_done
@@ -148,9 +146,9 @@ class PQNLearner(NetLearner):
 
     @torch.no_grad()
     def _best_values(self, batch: RolloutTensors) -> tuple[Tensor, Tensor]:
-        """Returns the value of each seat's best legal action at every step [T+1, B, N], and at the last observation
-        where a game ended [T, B, N]: 0 for seats that terminated. The actions legal there are taken to be those of the
-        seat's last decision."""
+        """Returns the value of each seat's best legal action at every step [T+1, B, N], and at the
+        last observation where a game ended [T, B, N]: 0 for seats that terminated. The actions
+        legal there are taken to be those of the seat's last decision."""
         values = torch.zeros(batch.agent_mask.shape, device=self.device)
         bootstrap = torch.zeros_like(batch.rewards)
         times, games = batch.end_index
@@ -221,9 +219,9 @@ class PQNLearner(NetLearner):
         return gather_values(q, actions.flatten(2, 3)).view(actions.shape)
 
     def _shares(self, rows: list[StackRows], own: StackRows, minibatch: MiniBatch) -> Tensor:
-        """Returns the weights [P, T, M, S] of a minibatch. They sum to one over the actions of each member; with
-        `mixer: vdn` over the joint transitions of the team, and each seat that acts has the weight of its
-        transition."""
+        """Returns the weights [P, T, M, S] of a minibatch. They sum to one over the actions of each
+        member; with `mixer: vdn` over the joint transitions of the team, and each seat that acts
+        has the weight of its transition."""
         weight = minibatch(own.weight)
         if self.config.mixer == "none":
             return normalise_weights(weight.flatten(2, 3)).view(weight.shape)

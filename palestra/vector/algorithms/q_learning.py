@@ -7,9 +7,8 @@ of a member, `R` = M*S rows, `A` actions, `O` outputs, `F` truncated games.
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
@@ -18,12 +17,12 @@ from typing import Any, Self
 import numpy as np
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from palestra.core.losses import TensorMetrics
 from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.vector_base import Arrays, Discrete, Space
-from palestra.vector.algorithms.critics import polyak_update
+from palestra.vector.algorithms.critics import PolyakPairs, frozen_copy, polyak_update
 from palestra.vector.algorithms.minibatches import minibatch_seed
 from palestra.vector.algorithms.presets import algorithm_name
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, metrics_by_policy
@@ -70,8 +69,8 @@ class DeepQConfig(AlgorithmConfig):
     duelling: bool = False
     """Compute action values as a state value plus advantages (Wang et al., 2016)."""
     tau: float = Field(0.005, gt=0, le=1)
-    """Polyak coefficient: how far the target networks move to the online networks per target update. `tau: 1` with
-    `target_interval: 200` copies them every 200 steps."""
+    """Polyak coefficient: how far the target networks move to the online networks per target
+    update. `tau: 1` with `target_interval: 200` copies them every 200 steps."""
     target_interval: int = Field(1, ge=1)
     """Gradient steps between target updates."""
 
@@ -93,8 +92,8 @@ class QLearningConfig(DeepQConfig, EpsilonGreedyConfig):
     priority_beta: float = Field(0.4, ge=0, le=1)
     """Initial exponent of the importance weights that correct prioritised sampling; it rises to 1 over the run."""
     burn_in: int = Field(0, ge=0)
-    """First steps of a sequence that only update the recurrent state and are not trained on, unless the game began
-    within the sequence. Less than `rollout_length`."""
+    """First steps of a sequence that only update the recurrent state and are not trained on, unless
+    the game began within the sequence. Less than `rollout_length`."""
 
     @model_validator(mode="after")
     def _learns(self) -> Self:
@@ -131,8 +130,8 @@ class ValueHead(ActionHead):
         return logp, torch.zeros_like(logp)
 
     def epsilon_greedy(self, epsilon: float) -> ActionSelector:
-        """Returns an epsilon-greedy action function: with probability `epsilon` a uniform legal action, otherwise the
-        best."""
+        """Returns an epsilon-greedy action function: with probability `epsilon` a uniform legal
+        action, otherwise the best."""
 
         def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, None]:
             action = self.mode(out, action_mask)
@@ -153,12 +152,10 @@ class QLearner(NetLearner):
         check_action_spaces(config, spec)
         self.config = config
         super().__init__(spec)
-        self.target_nets = [copy.deepcopy(stack.net).requires_grad_(False) for stack in self.stacks]
+        self.target_nets = [frozen_copy(stack.net) for stack in self.stacks]
         self.register("target", self.target_nets)
-        # online and target networks
-        self.polyak_pairs: list[tuple[nn.Module, nn.Module]] = [
-            (stack.net, target) for stack, target in zip(self.stacks, self.target_nets, strict=True)
-        ]
+        nets = [stack.net for stack in self.stacks]
+        self.polyak_pairs: PolyakPairs = list(zip(nets, self.target_nets, strict=True))
         self.heads = [stack.head for stack in self.stacks if isinstance(stack.head, ValueHead)]
         self.seats = list(chain.from_iterable(stack.seat_mapping.all_seats for stack in self.stacks))
         self.steps = 0
@@ -168,30 +165,18 @@ class QLearner(NetLearner):
     def build_replay(self) -> ReplayBuffer | SequenceReplay:
         """Builds the replay buffer."""
         config = self.config
-        team: Sequence[int] = ()
-        if self.counts_env_steps:
-            team = self.seats
+        credit: dict[str, Any] = {
+            "n_step": config.n_step,
+            "gamma": config.gamma,
+            "priority": config.priority_exponent,
+            "count_env_steps": self.counts_env_steps,
+            "team": self.seats if self.counts_env_steps else (),
+        }
         remembered = ["+".join(stack.seat_mapping.names) for stack in self.stacks if stack.net.recurrent_units]
         if not remembered:
-            return ReplayBuffer(
-                config.buffer_size,
-                n_step=config.n_step,
-                gamma=config.gamma,
-                priority=config.priority_exponent,
-                seats=self.seats,
-                count_env_steps=self.counts_env_steps,
-                team=team,
-            )
-        return SequenceReplay(
-            max(1, config.buffer_size // config.rollout_length),
-            n_step=config.n_step,
-            gamma=config.gamma,
-            priority=config.priority_exponent,
-            burn_in=config.burn_in,
-            count_env_steps=self.counts_env_steps,
-            team=team,
-            recurrent_players=remembered,
-        )
+            return ReplayBuffer(config.buffer_size, seats=self.seats, **credit)
+        capacity = max(1, config.buffer_size // config.rollout_length)
+        return SequenceReplay(capacity, burn_in=config.burn_in, recurrent_players=remembered, **credit)
 
     def build_head(self, space: Space) -> ActionHead:
         assert isinstance(space, Discrete)
@@ -228,8 +213,7 @@ class QLearner(NetLearner):
         return batch
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
-        """Stores the rollout in the replay buffer and, once training has started, takes `gradient_steps` gradient
-        steps; returns metrics by policy."""
+        """Stores the rollout and, once training has started, takes `gradient_steps` steps."""
         self.remember(batch)
         lines: list[list[TensorMetrics]] = [[] for _ in self.stacks]
         if self._ready():
@@ -264,8 +248,7 @@ class QLearner(NetLearner):
         for stack in self.stacks:
             stack.version += 1
         if self.steps % config.target_interval == 0:
-            for net, target in self.polyak_pairs:
-                polyak_update(net, target, config.tau)
+            polyak_update(self.polyak_pairs, config.tau)
         return lines
 
     def priority_beta_at(self, progress: float) -> float:
@@ -276,12 +259,12 @@ class QLearner(NetLearner):
     def train_step(
         self, drawn: TransitionBatch | SequenceBatch, progress: float
     ) -> tuple[list[TensorMetrics], Tensor, Tensor]:
-        """Trains the policies on a replay batch; returns metrics by stack, mean absolute TD errors [T, M], and a mask
-        of the known ones [T, M]."""
+        """Trains the policies on a replay batch; returns metrics by stack, mean absolute TD errors
+        [T, M], and a mask of the known ones [T, M]."""
 
     def online_and_target_values(self, i: int, drawn: TransitionBatch | SequenceBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the online values of stack i for all actions [P, T, R, A] and for those taken, and the target values
-        of the following decisions, both [P, T, R]."""
+        """Returns the online values of stack i for all actions [P, T, R, A] and for those taken,
+        and the target values of the following decisions, both [P, T, R]."""
         stack = self.stacks[i]
         q, target_q, chooser_q = self.action_values(i, drawn)
         following = next_value(target_q, chooser_q, stack.optional_rows(drawn.next_action_mask))
@@ -369,8 +352,8 @@ def unroll_values(stack: PolicyStack, head: ValueHead, net: Net, drawn: Sequence
 
 
 def without_duelling(stack: PolicyStack, head: ValueHead) -> Net:
-    """Returns networks whose outputs are the action values themselves. Duelling combines outputs linearly, so the last
-    layer can absorb it."""
+    """Returns networks whose outputs are the action values themselves. Duelling combines outputs
+    linearly, so the last layer can absorb it."""
     if not head.duelling:
         return stack.net
     return with_last_layer(stack, head.num_actions, dueling_values)
@@ -378,8 +361,8 @@ def without_duelling(stack: PolicyStack, head: ValueHead) -> Net:
 
 @torch.no_grad()
 def with_last_layer(stack: PolicyStack, outputs: int, convert: Callable[[Tensor], Tensor]) -> Net:
-    """Returns copies of a stack's networks with `outputs` outputs: `convert` maps the weights and biases of the last
-    layer, whose last dimension is the layer's outputs."""
+    """Returns copies of a stack's networks with `outputs` outputs: `convert` maps the weights and
+    biases of the last layer, whose last dimension is the layer's outputs."""
     net = Net(
         stack.seat_mapping.input_shape,
         outputs,

@@ -12,7 +12,6 @@ Shapes: as in `palestra.vector.algorithms.q_learning`; `J` seats that learn, `G`
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar, Literal
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from palestra.core.losses import TensorMetrics
 from palestra.core.seeding import derive_seed
+from palestra.vector.algorithms.critics import frozen_copy
 from palestra.vector.algorithms.q_learning import QLearner, QLearningConfig
 from palestra.vector.algorithms.team_mixing import check_mixer_sees_state, mix_values
 from palestra.vector.learners.nets import WEIGHT_KEY, NetLearner, NetLearnerSpec
@@ -58,8 +58,8 @@ class QMIX(MixingConfig):
 
 
 class QMIXLearner(QLearner):
-    """Learner of QMIX, VDN and QPLEX. Raises ValueError for a mixer other than `vdn` on pixel observations without a
-    global state."""
+    """Learner of QMIX, VDN and QPLEX. Raises ValueError for a mixer other than `vdn` on pixel
+    observations without a global state."""
 
     config: MixingConfig
     counts_env_steps = True
@@ -68,7 +68,7 @@ class QMIXLearner(QLearner):
     def __init__(self, config: MixingConfig, spec: NetLearnerSpec) -> None:
         super().__init__(config, spec)
         self.mixer = self._mixer().to(self.device)
-        self.target_mixer = copy.deepcopy(self.mixer).requires_grad_(False)
+        self.target_mixer = frozen_copy(self.mixer)
         names = ["+".join(self.names)]
         first = self.policies[self.names[0]]
         learns = any(True for _ in self.mixer.parameters())
@@ -113,9 +113,10 @@ class QMIXLearner(QLearner):
         leaves = [now.q.detach().requires_grad_() for now, _, _ in judged]  # for gradients of the mixer's inputs
         online = [replace(now, q=leaf) for (now, _, _), leaf in zip(judged, leaves, strict=True)]
         state, next_state = self.states(drawn)
-        total = self._mix(self.mixer, online, drawn.agent_mask, state)
+        total = mix_values(self.mixer, self.stacks, online, drawn.agent_mask, state)
+        following = [then for _, then, _ in judged]
         with torch.no_grad():
-            after = self._mix(self.target_mixer, [then for _, then, _ in judged], drawn.next_agent_mask, next_state)
+            after = mix_values(self.target_mixer, self.stacks, following, drawn.next_agent_mask, next_state)
         # with joint time all seats have the same discount and weight
         discount = drawn.discounts[..., self.seats[0]]
         weight = drawn.weight[..., self.seats[0]]
@@ -143,9 +144,9 @@ class QMIXLearner(QLearner):
         return [values.new_zeros(()) for values in q], {}
 
     def _online_and_next(self, i: int, drawn: TransitionBatch | SequenceBatch) -> tuple[SeatValues, SeatValues, Tensor]:
-        """Returns the mixer's inputs from stack i (`q` and `best` [P, T, R], `actions [P, T, R, A]`): of the actions
-        taken by the online network, and of the following decisions by the target network; then the online network's
-        values of all actions [P, T, R, A]."""
+        """Returns the mixer's inputs from stack i (`q` and `best` [P, T, R], `actions [P, T, R,
+        A]`): of the actions taken by the online network, and of the following decisions by the
+        target network; then the online network's values of all actions [P, T, R, A]."""
         if self.config.mixer != "qplex":
             q, taken, following = self.online_and_target_values(i, drawn)
             return SeatValues(taken), SeatValues(following), q
@@ -164,10 +165,6 @@ class QMIXLearner(QLearner):
         one_hot = nn.functional.one_hot(action, self._num_actions).to(q.dtype)
         return SeatValues(gather_values(q, action), next_value(q.detach(), q, action_mask), one_hot)
 
-    def _mix(self, mixer: nn.Module, values: list[SeatValues], agent_mask: Tensor, state: Tensor) -> Tensor:
-        """Returns the team's value [T, M] from the stacks' values; 0 for seats that do not act."""
-        return mix_values(mixer, self.stacks, values, agent_mask, state)
-
     def states(self, drawn: TransitionBatch | SequenceBatch) -> tuple[Tensor, Tensor]:
         """Returns the mixer's state inputs, current and next [T, M, G]."""
         if drawn.state is not None and drawn.next_state is not None:
@@ -182,8 +179,9 @@ class QMIXLearner(QLearner):
         return now, torch.cat([every, ends]).gather(0, step_index)
 
     def _together(self, obs: Tensor) -> Tensor:
-        """Returns all observations concatenated, [..., N, *padded] -> [..., G]; of width 0 for `vdn`, which ignores
-        them."""
+        """Returns all observations concatenated, [..., N, *padded] -> [..., G]; of width 0 for
+        `vdn`, which ignores them."""
+        lead = obs.dim() - len(self.env.observation_shapes[0]) - 1
         if self.config.mixer == "vdn":
-            return obs.new_zeros(*obs.shape[: obs.dim() - len(self.env.observation_shapes[0]) - 1], 0)
-        return self.global_features(obs, None, obs.dim() - len(self.env.observation_shapes[0]) - 1)
+            return obs.new_zeros(*obs.shape[:lead], 0)
+        return self.global_features(obs, None, lead)

@@ -1,5 +1,5 @@
-"""Soft actor-critic for continuous (Haarnoja et al., 2018) and discrete actions (Christodoulou, 2019); with a central
-critic it is MASAC."""
+"""Soft actor-critic for continuous (Haarnoja et al., 2018) and discrete actions (Christodoulou,
+2019); with a central critic it is MASAC."""
 
 from __future__ import annotations
 
@@ -99,11 +99,6 @@ class SACLearner(OffPolicyLearner):
         assert isinstance(head, CategoricalHead)
         drawn, _ = head.sample(out.detach(), action_mask, generator)
         return PolicyOutput(out, one_hot(drawn, head.outputs), head.logits(out, action_mask))
-
-    def target_actions(
-        self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
-    ) -> PolicyOutput:
-        return self.policy_output(i, observations, action_mask, generator)
 
     def target_value(self, i: int, q: Tensor, answer: PolicyOutput) -> Tensor:
         assert answer.logp is not None

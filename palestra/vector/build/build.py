@@ -33,6 +33,7 @@ from palestra.vector.config import (
     TrainedNetConfig,
     VectorConfig,
     VectorEvalConfig,
+    VectorPolicyConfig,
 )
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner
 from palestra.vector.learners.policy_stack import NetPolicyConfig, plays_team, read_policy
@@ -40,7 +41,7 @@ from palestra.vector.learners.teams import JointLearner, TeamLearners, TeamSeats
 from palestra.vector.nets.on_device import CPU, pinned_zeros
 from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
 from palestra.vector.rollouts.actors import ActorPool
-from palestra.vector.rollouts.rollout import MakeZeros, TimeLimit, VectorRollout
+from palestra.vector.rollouts.rollout import TimeLimit, VectorRollout
 from palestra.vector.trainer import VectorEval, VectorTrainer
 
 DEFAULT_LOG_LINES = 500  # log lines of a run if `log_every` is 0
@@ -58,8 +59,7 @@ def _plays(env: VectorEnv) -> str:
 
 
 def trained_seats(config: VectorConfig, env: VectorEnv, named: dict[Seat, str]) -> dict[str, list[int]]:
-    """Returns the seat indices of each trained policy; one policy per seat if `share_network` is
-    false."""
+    """Returns the seat indices of each trained policy; of each seat if `share_network` is false."""
     found: dict[str, list[int]] = {}
     for number, seat in enumerate(env.seats):
         policy = config.policies[named[seat]]
@@ -82,8 +82,7 @@ def build_vector_run(config: VectorConfig) -> VectorTrainer:
 
 
 def check_vector_run(config: VectorConfig) -> VectorTrainer:
-    """Builds the run for a single process. Raises ValueError if parts of the config do not fit
-    together."""
+    """Builds the run for one process. Raises ValueError if parts of the config do not fit."""
     torch.set_num_threads(config.torch_threads)
     return build_process(config, SINGLE_PROCESS)
 
@@ -97,8 +96,7 @@ def run_follower_rank(config: VectorConfig, ranks: ProcessGroup) -> None:
 
 
 def build_process(config: VectorConfig, ranks: ProcessGroup) -> VectorTrainer:
-    """Builds one process's share of a run. Raises ValueError if parts of the config do not fit
-    together."""
+    """Builds a process's share of a run. Raises ValueError if parts of the config do not fit."""
     keep_freed_memory()
     nets = {name: policy for name, policy in config.policies.items() if isinstance(policy, TrainedNetConfig)}
     for algorithm in config.algorithms:
@@ -115,17 +113,18 @@ def build_process(config: VectorConfig, ranks: ProcessGroup) -> VectorTrainer:
     def sweeps(env_steps: float) -> int:
         return math.ceil(env_steps / sweep / log_every) * log_every
 
-    zeros = pinned_zeros if device.type == "cuda" else np.zeros  # a GPU copies from pinned memory faster
+    rollout: VectorRollout | ActorPool
+    if config.num_actors:
+        rollout = _actors(config, learner)
+    else:
+        zeros = pinned_zeros if device.type == "cuda" else np.zeros  # a GPU copies from pinned memory faster
+        rollout = VectorRollout(env, np.arange(env.num_envs), zeros, time_limit=config.algorithm.time_limit)
+    evals = config.evals.items() if ranks.is_rank_zero else ()
     trainer = VectorTrainer(
-        rollout=_actors(config, learner) if config.num_actors else _own_rollout(config, env, zeros),
+        rollout=rollout,
         learner=learner,
         fixed_players=others,
-        evals=[]
-        if not ranks.is_rank_zero
-        else [
-            _build_eval(config, name, evaluation, learner, sweeps(evaluation.every))
-            for name, evaluation in config.evals.items()
-        ],
+        evals=[_build_eval(config, name, one, learner, sweeps(one.every)) for name, one in evals],
         seats=policy_by_seat(config, env),
         teams=team_by_seat(config, env),
         seed=config.seed,
@@ -142,8 +141,7 @@ def build_process(config: VectorConfig, ranks: ProcessGroup) -> VectorTrainer:
 
 
 def start_networks(learner: NetLearner | JointLearner, run: str) -> None:
-    """Gives the learner the networks of the newest checkpoint of `run`. Raises ValueError if there is
-    none, or if they are others."""
+    """Gives the learner the newest networks of `run`. Raises ValueError for none, or other ones."""
     checkpoints = list_checkpoints(run)
     if not checkpoints:
         raise ValueError(f"start_from: {run} has no checkpoint: name the folder of a run that trained networks")
@@ -160,8 +158,7 @@ def start_networks(learner: NetLearner | JointLearner, run: str) -> None:
 def build_players(
     config: VectorConfig, env: VectorEnv, ranks: ProcessGroup, device: torch.device = CPU
 ) -> tuple[NetLearner | JointLearner, list[VectorPolicy]]:
-    """Returns the learner of the trained policies, and the players of the other seats, on
-    `device`."""
+    """Returns the learner of the trained policies and the other seats' players, on `device`."""
     named = seat_policies(config, env)
     trained = trained_seats(config, env, named)
     learners: dict[str, NetLearner | JointLearner] = {}
@@ -189,8 +186,7 @@ def _build_learner(
     ranks: ProcessGroup,
     device: torch.device,
 ) -> NetLearner | JointLearner:
-    """Returns the learner of the policies that `algorithm` trains, from the `seats` of each
-    network."""
+    """Returns the learner of the policies of `algorithm`, from the `seats` of each network."""
     named = seat_policies(config, env)
     policies = {name: _net(config.policies[named[env.seats[own[0]]]]) for name, own in seats.items()}
     seeds = {name: derive_seed(config.seed, "net", name) for name in seats}
@@ -213,8 +209,7 @@ def _build_learner(
 
 
 def team_by_seat(config: VectorConfig, env: VectorEnv) -> dict[Seat, str]:
-    """Returns the team of each seat. Raises ValueError for a team of seats that the env does not
-    have."""
+    """Returns the team of each seat. Raises ValueError for a team of unknown seats."""
     return resolve_teams(seat_policies(config, env), config.teams, _plays(env))
 
 
@@ -279,8 +274,7 @@ class ActorSetup:
         return [*self.learner.rollout_policies(progress), *self.fixed_players]
 
     def acting_tensors(self) -> list[torch.Tensor]:
-        """Parameters of the acting networks, which the learner overwrites with its newest
-        weights."""
+        """Weights of the acting networks, which the learner overwrites with its newest."""
         return self.learner.acting_tensors()
 
 
@@ -296,10 +290,6 @@ def _actors(config: VectorConfig, learner: NetLearner | JointLearner) -> ActorPo
     algorithm = config.algorithm
     setup = ActorSetup(learner.env, learner, [], algorithm.time_limit)
     return ActorPool(setup, makers, algorithm.rollout_length, config.seed)
-
-
-def _own_rollout(config: VectorConfig, env: VectorEnv, zeros: MakeZeros) -> VectorRollout:
-    return VectorRollout(env, np.arange(env.num_envs), zeros, time_limit=config.algorithm.time_limit)
 
 
 def _build_eval(
@@ -352,7 +342,8 @@ def make_fixed_players(
         policy = config.policies[name]
         return member_folder(policy.path) if isinstance(policy, FrozenNetConfig) else None
 
-    return [make_fixed_player(config, env, seats, name, device) for name, seats in group_teams(fixed, folder_of)]
+    players = group_teams(fixed, folder_of)
+    return [make_fixed_player(config.policies[name], env, seats, name, device) for name, seats in players]
 
 
 def group_teams(
@@ -370,11 +361,9 @@ def group_teams(
 
 
 def make_fixed_player(
-    config: VectorConfig, env: VectorEnv, seats: Sequence[Seat], name: str, device: torch.device = CPU
+    policy: VectorPolicyConfig, env: VectorEnv, seats: Sequence[Seat], name: str, device: torch.device = CPU
 ) -> VectorPolicy:
-    """Returns the player of some seats by a policy that is not trained; a network acts on
-    `device`."""
-    policy = config.policies[name]
+    """Returns the player of some seats by an untrained `policy`; a network acts on `device`."""
     numbers = [env.seats.index(seat) for seat in seats]
     label = f"{name}/{'+'.join(seats)}"
     if isinstance(policy, RandomActionsConfig):

@@ -45,8 +45,8 @@ WEIGHT_KEY = "weight"  # key in a line of metrics: the weight of its minibatch
 
 
 class AlgorithmConfig(StrictModel, ABC):
-    """Base of the configs of algorithms that train networks on rollouts of `rollout_length` steps of every game. A
-    config selects a user's own subclass with `type: "module:Class"`."""
+    """Base of the configs of algorithms that train networks on rollouts of `rollout_length` steps
+    of every game. A config selects a user's own subclass with `type: "module:Class"`."""
 
     rollout_length: int = Field(16, ge=1)
     """Rollout length: steps of every parallel game between updates."""
@@ -73,14 +73,14 @@ class AlgorithmConfig(StrictModel, ABC):
         process_group: ProcessGroup = SINGLE_PROCESS,
         device: torch.device = CPU,
     ) -> Any:
-        """Creates the learner on `device`. `seats` are the seat numbers of each policy, `policies` their settings,
-        `seeds` their seeds. Raises ValueError if they do not fit the env."""
+        """Creates the learner on `device`. `seats` are the seat numbers of each policy, `policies`
+        their settings, `seeds` their seeds. Raises ValueError if they do not fit the env."""
         return self.learner_class()(self, NetLearnerSpec(env, dict(seats), policies, seeds, process_group, device))
 
 
 class NetLearnerSpec(NamedTuple):
-    """Specification of the policies in training: env, seat numbers, settings, seeds, the processes that train them, and
-    the device of networks and their training."""
+    """Specification of the policies in training: env, seat numbers, settings, seeds, the processes
+    that train them, and the device of networks and their training."""
 
     env: VectorEnv
     seats: dict[str, list[int]]
@@ -119,10 +119,9 @@ class NetLearner(ABC):
                 "attention_type out"
             )
         self.stacks = [self.build_stack(seat_mapping) for seat_mapping in self.seat_mappings(seats)]
-        scaled = self.uses_global_features and any(policy.normalize_observations for policy in self.policies.values())
-        self.global_norm = (
-            RunningNorm(1, self.global_size, clip=MAX_NORMALISED_INPUT).to(self.device) if scaled else None
-        )
+        self.global_norm: RunningNorm | None = None
+        if self.uses_global_features and any(policy.normalize_observations for policy in self.policies.values()):
+            self.global_norm = RunningNorm(1, self.global_size, clip=MAX_NORMALISED_INPUT).to(self.device)
 
     def seat_mappings(self, seats: dict[str, list[int]]) -> list[SeatMapping]:
         """Returns the seat mapping of each stack: the policies of a stack are trained in one pass."""
@@ -140,12 +139,10 @@ class NetLearner(ABC):
                 f"normalize_observations: {', '.join(seat_mapping.names)} sees an image beside other numbers, and "
                 "pixels must not be scaled one by one: leave it out, and let the env scale the other numbers"
             )
-        normalised = config.normalize_observations and len(seat_mapping.observation_shape) == 1
-        norm = (
-            RunningNorm(len(seat_mapping.names), seat_mapping.input_shape[0], clip=MAX_NORMALISED_INPUT).to(self.device)
-            if normalised
-            else None
-        )
+        norm = None
+        if config.normalize_observations and len(seat_mapping.observation_shape) == 1:
+            norm = RunningNorm(len(seat_mapping.names), seat_mapping.input_shape[0], clip=MAX_NORMALISED_INPUT)
+            norm.to(self.device)
         return PolicyStack(seat_mapping, config, head, net, optimizer, norm)
 
     def build_head(self, space: Space) -> ActionHead:
@@ -223,8 +220,8 @@ class NetLearner(ABC):
         """Trains on a rollout; returns metrics by policy. `progress` in [0, 1] is the finished share of the run."""
 
     def check_finite(self) -> None:
-        """Raises FloatingPointError if a gradient was not finite since the last call. On a GPU, `update` does not wait
-        for the norms that show it."""
+        """Raises FloatingPointError if a gradient was not finite since the last call. On a GPU,
+        `update` does not wait for the norms that show it."""
         for optimizer in self.optimizers().values():
             optimizer.check_finite()
 
@@ -261,8 +258,8 @@ class NetLearner(ABC):
         self.extra_optimizers |= {f"{name}_adam.{i}": optimizer for i, optimizer in enumerate(optimizers)}
 
     def member_writers(self) -> dict[str, Callable[[Path], None]]:
-        """Returns for each policy a function that writes it to a folder: its weights and what is needed to play it
-        alone."""
+        """Returns for each policy a function that writes it to a folder: its weights and what is
+        needed to play it alone."""
         return policy_writers(self.stacks)
 
     def write_state(self, folder: Path) -> None:
@@ -283,8 +280,8 @@ class NetLearner(ABC):
         return found
 
     def start_from(self, folder: Path) -> None:
-        """Loads the weights and statistics of a learner whose state `write_state` wrote to `folder`. Raises
-        FileNotFoundError or RuntimeError if its networks are others."""
+        """Loads the weights and statistics of a learner whose state `write_state` wrote to
+        `folder`. Raises FileNotFoundError or RuntimeError if its networks are others."""
         self._load_modules(read_arrays(folder / "learner.safetensors"))
 
     def _load_modules(self, arrays: Mapping[str, np.ndarray]) -> None:

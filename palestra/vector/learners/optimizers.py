@@ -94,14 +94,14 @@ class StackedOptimizer:
         return torch.tensor(scales)
 
     def _scales_on_device(self, norms: Tensor) -> Tensor:
-        """Returns the factors [P] that clip gradients of norms [P], without waiting for the device; records in `failed`
-        which norms are not finite."""
+        """Returns the factors [P] that clip gradients of norms [P], without waiting for the device;
+        records in `failed` which norms are not finite."""
         self.failed |= ~torch.isfinite(norms)
         return (self.config.max_grad_norm / (norms + 1e-6)).clamp(max=1.0)
 
     def check_finite(self) -> None:
-        """Raises `NonFiniteGradient` if a gradient of an earlier step was not finite. Does nothing on a CPU, where the
-        step itself raises."""
+        """Raises `NonFiniteGradient` if a gradient of an earlier step was not finite. Does nothing
+        on a CPU, where the step itself raises."""
         if self.failed.is_cpu:
             return
         for name, failed in zip(self.names, self.failed.tolist(), strict=True):

@@ -33,9 +33,7 @@ from palestra.vector.nets.transformer import MultiAgentTransformer
 from palestra.vector.policies.frozen import NetMember
 from palestra.vector.policies.nets import ActionSelector, NetVectorPolicy, greedy_selector
 
-MAX_NORMALISED_INPUT = (
-    10.0  # maximum of normalised inputs in deviations from the mean; first observations can be extreme
-)
+MAX_NORMALISED_INPUT = 10.0  # deviations from the mean; first observations can be extreme
 
 
 class NetPolicyConfig(OptimizedPolicy, NetConfig):
@@ -46,8 +44,8 @@ class NetPolicyConfig(OptimizedPolicy, NetConfig):
     lr: float = Field(3e-4, gt=0, le=1_000_000)
     """Learning rate, above 0."""
     optimizer: NetOptimizer = Adam()
-    """The optimizer and its options: {type: adam}, adamw or sgd, or "module:Class" for a torch.optim.Optimizer of one's
-    own."""
+    """The optimizer and its options: {type: adam}, adamw or sgd, or "module:Class" for a
+    torch.optim.Optimizer of one's own."""
     lr_schedule: Literal["constant", "linear"] = "constant"
     """"constant", or "linear": the learning rate falls to 0 over the run."""
     max_grad_norm: float = Field(0.5, gt=0)
@@ -122,8 +120,8 @@ class PolicyStack:
 
     @torch.no_grad()
     def action_logp(self, batch: RolloutTensors) -> Tensor:
-        """Returns the log-probability of the actions of the members' seats under the current policies, [T, B, P*S] with
-        seats in the order of `seat_mapping.all_seats`."""
+        """Returns the log-probability of the actions of the members' seats under the current
+        policies, [T, B, P*S] with seats in the order of `seat_mapping.all_seats`."""
         is_first = self.seat_mapping.repeat_games(batch.is_first)[:, :-1]
         memory = batch.recurrent_state.get("+".join(self.seat_mapping.names))
         actions = self.actions(batch)

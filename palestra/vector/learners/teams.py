@@ -103,8 +103,7 @@ class JointLearner:
 
 
 class TeamLearners(JointLearner):
-    """The learners of the teams of one algorithm called `algorithm`. It refuses a team whose seats
-    turn out to be opponents."""
+    """Learners of the teams of one `algorithm`; they refuse a team whose seats are opponents."""
 
     def __init__(self, algorithm: str, teams: Sequence[TeamSeats], learners: Sequence[NetLearner]) -> None:
         super().__init__([team.name for team in teams], learners)
@@ -156,8 +155,7 @@ class TeamLearners(JointLearner):
 
 
 def _mean_reward(rewards: np.ndarray, alive: np.ndarray, seats: Sequence[int]) -> np.ndarray:
-    """Returns the mean reward [T, B] of those of `seats` that are `alive` [T, B, N]; NaN where none
-    is."""
+    """Returns the mean reward [T, B] of `seats` that are `alive` [T, B, N]; NaN where none is."""
     mask = alive[..., list(seats)]
     total = np.where(mask, rewards[..., list(seats)], 0.0).sum(-1)
     count = mask.sum(-1)

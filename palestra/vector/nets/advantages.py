@@ -45,10 +45,10 @@ def gae(inputs: AdvantageInputs, *, gamma: float, gae_lambda: float) -> tuple[Te
 def vtrace(
     inputs: AdvantageInputs, ratio: Tensor, *, gamma: float, gae_lambda: float = 1.0, rho: float = 1.0, c: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns V-trace (Espeholt et al., 2018, eq. 1) policy-gradient advantages, value targets, and a mask of the known
-    ones, [T, B, N] each. `ratio` [T, B, N] is each action's probability under the policy in training over that under
-    the policy that acted; `rho` and `c` cap it. With ratios of 1 the targets are those of `gae` with the same
-    `gae_lambda`."""
+    """Returns V-trace (Espeholt et al., 2018, eq. 1) policy-gradient advantages, value targets, and
+    a mask of the known ones, [T, B, N] each. `ratio` [T, B, N] is each action's probability under
+    the policy in training over that under the policy that acted; `rho` and `c` cap it. With ratios
+    of 1 the targets are those of `gae` with the same `gae_lambda`."""
     weights = ratio.clamp(max=rho)
     traces = gae_lambda * ratio.clamp(max=c)
     corrections, known, after = _backwards(inputs, weights, traces, gamma)

@@ -23,8 +23,8 @@ Past = list[Tensor] | StepMemory | None
 
 
 class Attention(nn.Module):
-    """Multi-head attention: queries [P, G, S, H] and the context that they attend to [P, G, K, H] -> [P, G, S, H].
-    Raises ValueError if the heads do not divide the units."""
+    """Multi-head attention: queries [P, G, S, H] and the context that they attend to [P, G, K, H]
+    -> [P, G, S, H]. Raises ValueError if the heads do not divide the units."""
 
     def __init__(self, units: int, heads: int, generators: Sequence[torch.Generator]) -> None:
         super().__init__()
@@ -156,8 +156,8 @@ class FeedForward(nn.Module):
 
 
 class SelfAttentionBlock(nn.Module):
-    """Self-attention, then a feed-forward layer, each added to its input and normalised: [P, G, S, H] -> [P, G, S, H].
-    With retention `memory` lets it read earlier steps."""
+    """Self-attention, then a feed-forward layer, each added to its input and normalised: [P, G, S,
+    H] -> [P, G, S, H]. With retention `memory` lets it read earlier steps."""
 
     def __init__(self, shape: BlockShape, generators: Sequence[torch.Generator]) -> None:
         super().__init__()
@@ -171,8 +171,8 @@ class SelfAttentionBlock(nn.Module):
 
 
 def attention_mask(present: Tensor) -> Tensor | None:
-    """Returns a mask [P, G, S, S] of the positions that each may attend to: itself and those `present` [P, G, S]. None
-    allows all."""
+    """Returns a mask [P, G, S, S] of the positions that each may attend to: itself and those
+    `present` [P, G, S]. None allows all."""
     if all_known(present):
         return None
     return present[:, :, None] | identity(present.shape[2], present.device).bool()

@@ -44,8 +44,8 @@ class BoundedHead(ActionHead):
         return self.middle + self.half_width * unit
 
     def to_unit(self, action: Tensor) -> Tensor:
-        """Returns actions [..., D] as units, the inverse of `from_unit`. Actions outside the space are clamped to its
-        bounds, as the env does."""
+        """Returns actions [..., D] as units, the inverse of `from_unit`. Actions outside the space
+        are clamped to its bounds, as the env does."""
         return ((action - self.middle) / self.half_width).clamp(-1, 1)
 
     @abstractmethod
@@ -90,8 +90,8 @@ class SquashedHead(BoundedHead):
         return self._logp(raw, (raw - mean) / log_std.exp(), log_std), self.entropy(out)
 
     def entropy(self, out: Tensor) -> Tensor:
-        """Returns the entropy of units [...] in nats: the Gaussian's entropy plus the mean log-slope of tanh, which is
-        computed by Gauss-Hermite quadrature."""
+        """Returns the entropy of units [...] in nats: the Gaussian's entropy plus the mean
+        log-slope of tanh, which is computed by Gauss-Hermite quadrature."""
         mean, log_std = mean_and_log_std(out)
         lost = (_log_slope(mean[..., None] + log_std.exp()[..., None] * self.nodes) * self.weights).sum(-1)
         return (log_std + 0.5 * math.log(2 * math.pi * math.e) + lost).sum(-1)
@@ -102,8 +102,8 @@ class SquashedHead(BoundedHead):
 
 
 class TanhHead(BoundedHead):
-    """Deterministic actions, tanh of the outputs. For exploration, Gaussian noise of deviation `noise` (in units) is
-    added and the sum is clipped at the bounds."""
+    """Deterministic actions, tanh of the outputs. For exploration, Gaussian noise of deviation
+    `noise` (in units) is added and the sum is clipped at the bounds."""
 
     def __init__(self, space: Continuous, noise: float = 0.1) -> None:
         super().__init__(space)
@@ -153,9 +153,9 @@ def one_hot(action: Tensor, choices: int) -> Tensor:
 
 
 class ActionEncoder:
-    """Encodes the joint action of all seats that learn as one vector, the concatenation of each seat's encoded action:
-    one-hot, or units from -1 to 1. `heads` maps seats to heads. A seat that does not act is encoded as action 0 if its
-    actions are discrete, otherwise as zeros."""
+    """Encodes the joint action of all seats that learn as one vector, the concatenation of each
+    seat's encoded action: one-hot, or units from -1 to 1. `heads` maps seats to heads. A seat that
+    does not act is encoded as action 0 if its actions are discrete, otherwise as zeros."""
 
     def __init__(self, heads: Mapping[int, ActionHead]) -> None:
         self.heads = dict(sorted(heads.items()))

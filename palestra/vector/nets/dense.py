@@ -85,8 +85,8 @@ class DenseLayers(torch.autograd.Function):
 
 
 def _outputs(x: Tensor, activations: Sequence[Activation | None], parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the outputs of all layers. If P is 1 the outputs of inner layers have no member dimension, since plain
-    matrix products are faster than batched ones."""
+    """Returns the outputs of all layers. If P is 1 the outputs of inner layers have no member
+    dimension, since plain matrix products are faster than batched ones."""
     may_fuse = x.device.type == "cpu" and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_exporting()
     product = onednn_product() if may_fuse else None
     x = _unstack_single(x)
@@ -109,8 +109,8 @@ def _outputs(x: Tensor, activations: Sequence[Activation | None], parameters: Se
 
 
 def _is_large(x: Tensor, weight: Tensor, activation: Activation | None) -> bool:
-    """Returns whether oneDNN computes a layer faster than PyTorch. It does for products with few outputs, though not
-    with a single one, and for tanh."""
+    """Returns whether oneDNN computes a layer faster than PyTorch. It does for products with few
+    outputs, though not with a single one, and for tanh."""
     _, inputs, outputs = weight.shape
     each = max(inputs, TANH_PRODUCTS) if activation == "tanh" else inputs
     large = x.shape[-2] * each * max(outputs, SMALLEST_COLUMNS) >= MIN_PRODUCTS and max(inputs, outputs) >= MIN_WIDTH
@@ -130,8 +130,8 @@ def _by_onednn(product: Product, x: Tensor, weight: Tensor, bias: Tensor, activa
 
 
 def _before_activation(g: Tensor, out: Tensor, activation: Activation | None, in_place: bool) -> Tensor:
-    """Returns the gradient with respect to the input of the activation function. `g` is the gradient with respect to
-    its output; `in_place` overwrites `g` with the result."""
+    """Returns the gradient with respect to the input of the activation function. `g` is the
+    gradient with respect to its output; `in_place` overwrites `g` with the result."""
     if activation is None:
         return g
     operation, more = BACKWARD[activation]
@@ -143,8 +143,8 @@ def _before_activation(g: Tensor, out: Tensor, activation: Activation | None, in
 
 
 def _weight_gradient(x: Tensor, g: Tensor) -> Tensor:
-    """Returns x' g [..., in, out], computed as the transpose of g' x if x has more columns than g: PyTorch takes five
-    times as long for a product with few columns."""
+    """Returns x' g [..., in, out], computed as the transpose of g' x if x has more columns than g:
+    PyTorch takes five times as long for a product with few columns."""
     return _product(x.mT, g) if x.shape[-1] <= g.shape[-1] else _product(g.mT, x).mT
 
 
@@ -198,8 +198,8 @@ class LayerNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """P multilayer perceptrons [P, R, in] -> [P, R, out]. Every hidden layer has the activation function, with
-    `layer_norm` after a layer normalisation. `outputs` adds a linear last layer."""
+    """P multilayer perceptrons [P, R, in] -> [P, R, out]. Every hidden layer has the activation
+    function, with `layer_norm` after a layer normalisation. `outputs` adds a linear last layer."""
 
     def __init__(
         self,

@@ -39,8 +39,8 @@ class EntityLayout:
         return self.own + sum(count * width for count, width in zip(self.counts, self.widths, strict=True))
 
     def arrange(self, obs: Tensor, seats: Tensor) -> Tensor:
-        """Returns arranged observations [..., *seats.shape, D], with zeros for missing entities, from observations
-        [..., *seats.shape, any] of the seats numbered `seats`."""
+        """Returns arranged observations [..., *seats.shape, D], with zeros for missing entities,
+        from observations [..., *seats.shape, any] of the seats numbered `seats`."""
         lost = (-1,) * self.size
         columns = constant(tuple(of_seat or lost for of_seat in self.columns), obs.device)[seats]
         padded = nn.functional.pad(obs, (0, 1))
@@ -49,8 +49,8 @@ class EntityLayout:
 
 
 def entity_layout(env: VectorEnv, seats: Sequence[int]) -> EntityLayout:
-    """Returns the arrangement for some seats of an env. Raises ValueError if the env does not say which columns of
-    observations are entities, or if the seats see entities of different kinds."""
+    """Returns the arrangement for some seats of an env. Raises ValueError if the env does not say
+    which columns of observations are entities, or if the seats see entities of different kinds."""
     if not env.observation_entities:
         raise ValueError(
             f'encoder: attention and graph need the entities in observations, and env "{env.name}" does not say where '
@@ -158,9 +158,9 @@ class EntityEncoder(nn.Module):
 
 
 def nearest(places: Tensor, present: Tensor, neighbours: int) -> Tensor:
-    """Returns which nodes of a graph each node attends to [P, R, E, E] bool: itself, and every other node `present`
-    [P, R, E] bool that is no farther away than its `neighbours`-th nearest. `places` are the positions of the nodes
-    [P, R, E, any]."""
+    """Returns which nodes of a graph each node attends to [P, R, E, E] bool: itself, and every
+    other node `present` [P, R, E] bool that is no farther away than its `neighbours`-th nearest.
+    `places` are the positions of the nodes [P, R, E, any]."""
     E = places.shape[2]
     itself = identity(E, places.device).bool()
     distances = (places[:, :, :, None] - places[:, :, None]).square().sum(-1)

@@ -21,17 +21,17 @@ MASKED_LOGIT = -1e9  # log-probability of illegal actions: finite, so that produ
 
 
 def mask_illegal(values: Tensor, action_mask: Tensor | None) -> Tensor:
-    """Returns values or logits [..., A] with the lowest finite number of their dtype in place of those of illegal
-    actions (`action_mask` [..., >= A]; None: all are legal): no legal action has less. Infinity would make rows without
-    a legal action, of seats that do not act, NaN."""
+    """Returns values or logits [..., A] with the lowest finite number of their dtype in place of
+    those of illegal actions (`action_mask` [..., >= A]; None: all are legal): no legal action has
+    less. Infinity would make rows without a legal action, of seats that do not act, NaN."""
     if action_mask is None:
         return values
     return values.masked_fill(~action_mask[..., : values.shape[-1]], torch.finfo(values.dtype).min)
 
 
 class ActionHead(ABC):
-    """Base of distributions over actions with `outputs` parameters. `width` is the length of an action, 0 for a plain
-    index."""
+    """Base of distributions over actions with `outputs` parameters. `width` is the length of an
+    action, 0 for a plain index."""
 
     outputs: int
     width: int
@@ -147,14 +147,14 @@ def mean_and_log_std(out: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def half_widths(low: Tensor, high: Tensor) -> Tensor:
-    """Returns half the width of each number of a space [D]; 1 where `low` equals `high`, so that nothing is divided by
-    0 (the env clips such an action to its only value)."""
+    """Returns half the width of each number of a space [D]; 1 where `low` equals `high`, so that
+    nothing is divided by 0 (the env clips such an action to its only value)."""
     return torch.where(high > low, (high - low) / 2, 1.0)
 
 
 class GaussianHead(ActionHead):
-    """Independent Gaussians in units of half the space's width around its middle; unbounded numbers are not scaled. The
-    env clips actions outside the space."""
+    """Independent Gaussians in units of half the space's width around its middle; unbounded numbers
+    are not scaled. The env clips actions outside the space."""
 
     def __init__(self, space: Continuous) -> None:
         self.width = len(space.low)
@@ -199,8 +199,8 @@ def make_head(space: Space) -> ActionHead:
 
 
 def encode_actions(space: Space, actions: Tensor) -> Tensor:
-    """Returns actions [...] as float32 vectors [..., A']: one-hot, or for continuous actions scaled to -1 to 1 and
-    clamped to the bounds of the space."""
+    """Returns actions [...] as float32 vectors [..., A']: one-hot, or for continuous actions scaled
+    to -1 to 1 and clamped to the bounds of the space."""
     if isinstance(space, Discrete):
         return torch.nn.functional.one_hot(actions.long(), space.n).float()
     if isinstance(space, MultiDiscrete):

@@ -25,9 +25,9 @@ from palestra.vector.nets.own_network import OwnBody, OwnNetwork
 
 
 class Communication(nn.Module):
-    """Rounds of communication: [P, R, H] -> [P, R, H]. In each, a seat's features h become activation(A h + B c + b),
-    where c is the mean of the features of the team's other seats that act, or 0 (Sukhbaatar et al., 2016, eq. 1 and
-    2). `team_size` consecutive rows are a team."""
+    """Rounds of communication: [P, R, H] -> [P, R, H]. In each, a seat's features h become
+    activation(A h + B c + b), where c is the mean of the features of the team's other seats that
+    act, or 0 (Sukhbaatar et al., 2016, eq. 1 and 2). `team_size` consecutive rows are a team."""
 
     def __init__(self, units: int, rounds: int, activation: Activation, generators: Sequence[torch.Generator]) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class Communication(nn.Module):
         self.rounds = nn.ModuleList(Linear(2 * units, units, GAIN[activation], generators) for _ in range(rounds))
 
     def forward(self, x: Tensor, acts: Tensor | None, team_size: int) -> Tensor:
-        """Returns features [P, R, H] after all rounds. `acts` [P, R] bool marks the seats that act (None: all); the
-        others send nothing."""
+        """Returns features [P, R, H] after all rounds. `acts` [P, R] bool marks the seats that act
+        (None: all); the others send nothing."""
         for layer in self.rounds:
             x = layer(torch.cat([x, mean_of_others(x, acts, team_size)], -1), self.activation)
         return x
@@ -56,16 +56,16 @@ Layout = EntityLayout | ImageLayout
 
 
 class NetConfig(StrictModel):
-    """Shape of a network: convolutions for pixel observations, fully connected layers, then a GRU if `gru_units` is
-    set."""
+    """Shape of a network: convolutions for pixel observations, fully connected layers, then a GRU
+    if `gru_units` is set."""
 
     hidden: list[Annotated[int, Field(ge=1, le=65_536)]] = Field([64, 64], min_length=1, max_length=64)
     """Units of each hidden layer."""
     activation: Activation = "tanh"
     """Activation function of the hidden layers."""
     layer_norm: bool | None = None
-    """Layer normalisation (Ba et al., 2016) of the hidden layers, before the activation function. null: on for `pqn`,
-    which needs it, otherwise off."""
+    """Layer normalisation (Ba et al., 2016) of the hidden layers, before the activation function.
+    null: on for `pqn`, which needs it, otherwise off."""
     gru_units: int = Field(0, ge=0, le=65_536)
     """Units of a GRU after the hidden layers; 0: a feed-forward network."""
     communication_rounds: int = Field(0, ge=0, le=64)
@@ -88,15 +88,15 @@ class NetConfig(StrictModel):
     in Sable (Mahjoub et al., 2024). The cost of retention per acting seat does not grow with the team. It spans the
     seats of one step, and with a `retention_decay` above 0 the earlier steps of the episode, too."""
     retention_decay: float = Field(0.0, ge=0, le=1)
-    """Memory of `attention_type: retention`: the share of its state that each step of an episode leaves to the next is
-    this number times 1 - 1/32 in the first head, and up to 1 - 1/512 in the last. 0: no memory; 1: that of Sable, the
-    longest."""
+    """Memory of `attention_type: retention`: the share of its state that each step of an episode
+    leaves to the next is this number times 1 - 1/32 in the first head, and up to 1 - 1/512 in the
+    last. 0: no memory; 1: that of Sable, the longest."""
     convolutions: Literal["nature", "small"] = "nature"
-    """Convolutions for pixel observations (three dimensions): `nature` (Mnih et al., 2015), or `small` (Mnih et al.,
-    2013), which takes half the time on a CPU."""
+    """Convolutions for pixel observations (three dimensions): `nature` (Mnih et al., 2015), or
+    `small` (Mnih et al., 2013), which takes half the time on a CPU."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which convolutions are computed; weights stay float32. `bfloat16` is two to three times as fast on CPUs
-    with matrix instructions for it (AMX)."""
+    """Dtype in which convolutions are computed; weights stay float32. `bfloat16` is two to three
+    times as fast on CPUs with matrix instructions for it (AMX)."""
     network: Annotated[OwnNetwork, OwnTypes("network", OwnNetwork, config=OwnNetwork)] | None = None
     """A network of one's own, {type: "module:Class", ...options}: a torch.nn.Module from observations to features, in
     place of all layers but the last, which is added; the critics of the policy are of it, too. Only `gru_units` and
@@ -132,9 +132,9 @@ class NetConfig(StrictModel):
 
 
 class GRU(nn.Module):
-    """P gated recurrent units (Cho et al., 2014, in PyTorch's variant): inputs [P, T, R, in] and recurrent state [P, R,
-    H] -> recurrent states after each step [P, T, R, H]. Where `is_first [P, T, R]` (bool) is set, a game begins and the
-    recurrent state is zeroed before that step."""
+    """P gated recurrent units (Cho et al., 2014, in PyTorch's variant): inputs [P, T, R, in] and
+    recurrent state [P, R, H] -> recurrent states after each step [P, T, R, H]. Where `is_first [P,
+    T, R]` (bool) is set, a game begins and the recurrent state is zeroed before that step."""
 
     def __init__(self, inputs: int, units: int, generators: Sequence[torch.Generator]) -> None:
         super().__init__()
@@ -159,9 +159,9 @@ class GRU(nn.Module):
 
 
 class Team(NamedTuple):
-    """Inputs, besides observations, of a network that plays all seats of a team: the seats that act `acts` [P, T, R]
-    bool, and their `actions` [P, T, R, ...] for a network whose outputs depend on them. The seats of a team are
-    consecutive rows."""
+    """Inputs, besides observations, of a network that plays all seats of a team: the seats that act
+    `acts` [P, T, R] bool, and their `actions` [P, T, R, ...] for a network whose outputs depend on
+    them. The seats of a team are consecutive rows."""
 
     acts: Tensor
     actions: Tensor | None = None
@@ -173,10 +173,10 @@ def acting_team(acts: Tensor | None, actions: Tensor | None = None) -> Team | No
 
 
 class Net(nn.Module):
-    """P networks from observations to `outputs` numbers. `gain` scales the last layer's initial weights: small for
-    policies, so that they start nearly uniform (Andrychowicz et al., 2021). With `with_value_head` a second last layer
-    outputs a value. `team_size` consecutive rows are the seats of a team. `layout` says where entities or images
-    are in observations (None: neither)."""
+    """P networks from observations to `outputs` numbers. `gain` scales the last layer's initial
+    weights: small for policies, so that they start nearly uniform (Andrychowicz et al., 2021). With
+    `with_value_head` a second last layer outputs a value. `team_size` consecutive rows are the
+    seats of a team. `layout` says where entities or images are in observations (None: neither)."""
 
     def __init__(
         self,
@@ -258,8 +258,8 @@ class Net(nn.Module):
         is_first: Tensor | None = None,
         team: Team | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns outputs over time, [P, T, R, *view] -> [P, T, R, outputs], and the recurrent state after each step
-        [P, T, R, H] (None for feed-forward networks)."""
+        """Returns outputs over time, [P, T, R, *view] -> [P, T, R, outputs], and the recurrent
+        state after each step [P, T, R, H] (None for feed-forward networks)."""
         if not self.recurrent_units:
             P, T, R = obs.shape[:3]
             return self.forward(obs.reshape(P, T * R, *obs.shape[3:]), team).view(P, T, R, -1), None
@@ -282,8 +282,8 @@ class Net(nn.Module):
     def features(
         self, obs: Tensor, recurrent_state: Tensor | None, is_first: Tensor | None, team: Team | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the inputs of the last layers [P, T, R, H], and the recurrent state after each step (None for
-        feed-forward networks)."""
+        """Returns the inputs of the last layers [P, T, R, H], and the recurrent state after each
+        step (None for feed-forward networks)."""
         P, T, R = obs.shape[:3]
         if recurrent_state is None and self.recurrent_units:
             recurrent_state = self.initial_state(P, R)
@@ -324,8 +324,8 @@ class Net(nn.Module):
 
 
 def states_at(states: Tensor | None, seats: int, times: Tensor, games: Tensor) -> Tensor | None:
-    """Returns the recurrent states [P, F*S, W] after the steps `times` [F] of `games` [F], from those after all steps
-    [P, T, B*S, W]. None stays None."""
+    """Returns the recurrent states [P, F*S, W] after the steps `times` [F] of `games` [F], from
+    those after all steps [P, T, B*S, W]. None stays None."""
     if states is None:
         return None
     return states.unflatten(2, (-1, seats))[:, times, games].flatten(1, 2)
@@ -360,8 +360,8 @@ def with_member_weights(module: M, weights: Mapping[str, np.ndarray | Tensor], p
 
 
 def _stack_of_one(parameter: nn.Parameter, name: str, weights: Mapping[str, np.ndarray | Tensor]) -> nn.Parameter:
-    """Returns the weights called `name` as a parameter [1, ...]. Raises ValueError if they are missing or do not have
-    the shape of a member of `parameter`."""
+    """Returns the weights called `name` as a parameter [1, ...]. Raises ValueError if they are
+    missing or do not have the shape of a member of `parameter`."""
     stored = weights.get(name)
     if stored is None or tuple(stored.shape) != tuple(parameter.shape[1:]):
         have = "none" if stored is None else tuple(stored.shape)

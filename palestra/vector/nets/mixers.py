@@ -36,8 +36,8 @@ class VDNMixer(nn.Module):
 
 
 def fill_bias(net: nn.Module, value: float) -> None:
-    """Sets the last bias of a network that generates mixing weights, so that an untrained mixer is near VDN. With a
-    bias of 0 the weights in a state of zeros would be 0 and pass no gradient."""
+    """Sets the last bias of a network that generates mixing weights, so that an untrained mixer is
+    near VDN. With a bias of 0 the weights in a state of zeros would be 0 and pass no gradient."""
     assert isinstance(net, MLP) and isinstance(net.layers[-1], Linear)
     nn.init.constant_(net.layers[-1].bias, value)
 

@@ -11,10 +11,10 @@ from palestra.parallel.process_group import SumOverProcesses
 
 
 class RunningNorm(nn.Module):
-    """Running mean and variance (float64) for each of P members and D numbers (merged as by Chan et al., 1983). With
-    `decay` below 1 each update multiplies the weight of older rows by `decay`, for returns that change with the policy
-    (van Hasselt et al., 2016; `rescale_outputs` is PopArt's correction of the last layer). Normalised values are
-    clamped to `clip` deviations."""
+    """Running mean and variance (float64) for each of P members and D numbers (merged as by Chan et
+    al., 1983). With `decay` below 1 each update multiplies the weight of older rows by `decay`, for
+    returns that change with the policy (van Hasselt et al., 2016; `rescale_outputs` is PopArt's
+    correction of the last layer). Normalised values are clamped to `clip` deviations."""
 
     def __init__(self, members: int, size: int, decay: float = 1.0, clip: float = math.inf) -> None:
         super().__init__()
@@ -29,9 +29,9 @@ class RunningNorm(nn.Module):
 
     @torch.no_grad()
     def update(self, rows: Tensor, weight: Tensor, total: SumOverProcesses = lambda x: x) -> None:
-        """Adds rows [P, R, D] with weights [P, R]; `total` sums statistics over processes. Statistics of a member whose
-        rows are not finite do not change: its loss is not finite either, which raises an error before the weights
-        change."""
+        """Adds rows [P, R, D] with weights [P, R]; `total` sums statistics over processes.
+        Statistics of a member whose rows are not finite do not change: its loss is not finite
+        either, which raises an error before the weights change."""
         rows = rows.double()
         weight = weight.double()[..., None]
         size = rows.shape[-1]

@@ -66,8 +66,8 @@ def to_arrays(actions: Tensor, logp: Tensor | None) -> tuple[np.ndarray, np.ndar
 
 
 def numbers_of(lines: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Returns `lines` of metrics with numbers in place of scalar tensors on another device, copied all at once. Returns
-    `lines` itself if the first line has no such tensor."""
+    """Returns `lines` of metrics with numbers in place of scalar tensors on another device, copied
+    all at once. Returns `lines` itself if the first line has no such tensor."""
     if not lines or not any(isinstance(value, Tensor) and not value.is_cpu for value in lines[0].values()):
         return lines
     values = filter(torch.is_tensor, chain.from_iterable(line.values() for line in lines))
@@ -88,8 +88,8 @@ def all_known(mask: Tensor) -> bool:
 
 
 def make_generator(device: torch.device, seed: int) -> torch.Generator:
-    """Returns a seeded generator, on `device` if it is a GPU and otherwise on the CPU. The same seed gives different
-    numbers on the two."""
+    """Returns a seeded generator, on `device` if it is a GPU and otherwise on the CPU. The same
+    seed gives different numbers on the two."""
     return torch.Generator(device if device.type == "cuda" else CPU).manual_seed(seed)
 
 
@@ -117,8 +117,8 @@ def uniform(shape: Sequence[int], generator: torch.Generator, device: torch.devi
 
 @dataclass(frozen=True)
 class RolloutTensors:
-    """A `RolloutBatch` as tensors on one device, with the same names, shapes and dtypes. `end_index` are the step and
-    the game of every game end [F]."""
+    """A `RolloutBatch` as tensors on one device, with the same names, shapes and dtypes.
+    `end_index` are the step and the game of every game end [F]."""
 
     obs: Tensor
     agent_mask: Tensor
@@ -139,8 +139,8 @@ class RolloutTensors:
 
     @classmethod
     def of(cls, batch: RolloutBatch, device: torch.device = CPU) -> RolloutTensors:
-        """Returns the tensors of a batch: on the CPU they share its memory, on other devices each array is copied
-        once."""
+        """Returns the tensors of a batch: on the CPU they share its memory, on other devices each
+        array is copied once."""
 
         def to_device(x: np.ndarray | None) -> Any:
             return None if x is None else as_tensor(x, device)

@@ -56,8 +56,8 @@ class ReplayBatch:
     index: Tensor
 
     def to(self, device: torch.device) -> Self:
-        """Returns the batch on a device, except `index`, which the buffer reads. On the CPU returns the batch
-        itself."""
+        """Returns the batch on a device, except `index`, which the buffer reads. On the CPU returns
+        the batch itself."""
         if device.type == "cpu":
             return self
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "index"}
@@ -75,8 +75,8 @@ def _to_device(value: Any, device: torch.device) -> Any:
 
 @dataclass
 class TransitionBatch(ReplayBatch):
-    """M joint transitions sampled from a `ReplayBuffer`: `obs [M, N, *view]`, and `next_obs [M, N, *view]` of each
-    seat's own next decision, or the final observation of its game."""
+    """M joint transitions sampled from a `ReplayBuffer`: `obs [M, N, *view]`, and `next_obs [M, N,
+    *view]` of each seat's own next decision, or the final observation of its game."""
 
     obs: Tensor
     next_obs: Tensor
@@ -116,8 +116,8 @@ class CreditedReplay:
             self.ring.update_priorities(index.numpy(), td_errors.detach().cpu().numpy())
 
     def arrays(self) -> Arrays:
-        """Returns everything that `load` needs to continue exactly. The arrays are views that change with `add`: copy
-        them to keep them."""
+        """Returns everything that `load` needs to continue exactly. The arrays are views that
+        change with `add`: copy them to keep them."""
         return self.ring.arrays() | {"masks": self.masks}
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -127,8 +127,8 @@ class CreditedReplay:
 
 
 class ReplayBuffer(CreditedReplay):
-    """Buffer of the last `capacity` joint transitions in which one of `seats` acts (None: all transitions); the other
-    arguments are those of `CreditedReplay`."""
+    """Buffer of the last `capacity` joint transitions in which one of `seats` acts (None: all
+    transitions); the other arguments are those of `CreditedReplay`."""
 
     def __init__(self, capacity: int, *, seats: Sequence[int] | None = None, **credit: Any) -> None:
         super().__init__(capacity, **credit)
@@ -238,9 +238,9 @@ class CreditColumns(NamedTuple):
 
 
 class RolloutArrays(NamedTuple):
-    """Arrays of a batch that credit is computed from. `number [T, B]` is the row of each step or -1, `deciding [T+1, B,
-    N]` marks decisions that count, `terminated [T, B, N]` seats whose future has value 0, `done [T, B]` the last steps
-    of games, `is_first [T+1, B]` the first steps."""
+    """Arrays of a batch that credit is computed from. `number [T, B]` is the row of each step or
+    -1, `deciding [T+1, B, N]` marks decisions that count, `terminated [T, B, N]` seats whose future
+    has value 0, `done [T, B]` the last steps of games, `is_first [T+1, B]` the first steps."""
 
     number: np.ndarray
     deciding: np.ndarray
@@ -251,8 +251,8 @@ class RolloutArrays(NamedTuple):
 
 
 class CreditEvents(NamedTuple):
-    """Next steps that have become known, [E] int64 each: row of the columns, seat (or ALL_SEATS), time in the batch
-    (T + 1 + t: the final observation of the game that step t ended), and game."""
+    """Next steps that have become known, [E] int64 each: row of the columns, seat (or ALL_SEATS),
+    time in the batch (T + 1 + t: the final observation of the game that step t ended), and game."""
 
     row: np.ndarray
     seat: np.ndarray
@@ -263,8 +263,8 @@ class CreditEvents(NamedTuple):
 def rollout_arrays(
     batch: RolloutBatch, number: np.ndarray, count_env_steps: bool, team: Sequence[int] = ()
 ) -> RolloutArrays:
-    """Returns the arrays of a batch that credit is computed from. With `team` a seat's future ends when the last seat
-    of the team terminates."""
+    """Returns the arrays of a batch that credit is computed from. With `team` a seat's future ends
+    when the last seat of the team terminates."""
     deciding = batch.agent_mask
     if count_env_steps:
         deciding = np.ones_like(deciding)
@@ -383,8 +383,8 @@ def next_values(batch: RolloutBatch, masks: np.ndarray) -> tuple[NextValues, np.
 
 
 def write_next(columns: Mapping[str, np.ndarray], after: NextValues, events: CreditEvents, batch: RolloutBatch) -> None:
-    """Writes next values to columns [C, ...]: first events of all seats, then events of single seats, which come
-    later."""
+    """Writes next values to columns [C, ...]: first events of all seats, then events of single
+    seats, which come later."""
     T, B = batch.rewards.shape[:2]
     end = np.zeros((T, B), np.int64)
     end[batch.end_index] = np.arange(len(batch.end_index[0]))

@@ -40,9 +40,9 @@ def head_decays(decay: float, heads: int, like: Tensor) -> Tensor:
 
 @dataclass
 class StepMemory:
-    """Memory of one layer for T steps: its `state` [N, heads, D, D] after the step before them, the decays of its heads
-    `kappa` [heads], the seats that act in them `acts` [N, T, S] bool, and the first steps of episodes among them
-    `is_first` [N, T] bool."""
+    """Memory of one layer for T steps: its `state` [N, heads, D, D] after the step before them, the
+    decays of its heads `kappa` [heads], the seats that act in them `acts` [N, T, S] bool, and the
+    first steps of episodes among them `is_first` [N, T] bool."""
 
     state: Tensor
     kappa: Tensor
@@ -50,8 +50,8 @@ class StepMemory:
     is_first: Tensor
 
     def read(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Returns what queries read of earlier steps, [N*T, heads, S, D] like the queries, keys and values of all
-        steps; sets the state to that after the last of them."""
+        """Returns what queries read of earlier steps, [N*T, heads, S, D] like the queries, keys and
+        values of all steps; sets the state to that after the last of them."""
         N, T = self.is_first.shape
         counted = keys * self.acts.reshape(N * T, 1, -1, 1)
         q, k, v = (x.unflatten(0, (N, T)).transpose(1, 2) for x in (queries, counted, values))

@@ -41,8 +41,8 @@ class RingBuffer:
         return len(self) > 0 and (self.tree is None or self.tree.total > 0)
 
     def write(self, numbers: np.ndarray, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Writes the newest rows, numbered `numbers` [M] int64; returns the positions of the rows written. Rows that
-        later rows of the same call would overwrite are left out."""
+        """Writes the newest rows, numbered `numbers` [M] int64; returns the positions of the rows
+        written. Rows that later rows of the same call would overwrite are left out."""
         self.total = max(self.total, int(numbers.max(initial=-1)) + 1)
         newest = numbers >= self.total - self.capacity
         places = numbers[newest] % self.capacity
@@ -85,8 +85,8 @@ class RingBuffer:
             self.tree.set_values(np.asarray(places), size**self.alpha)
 
     def arrays(self) -> Arrays:
-        """Returns everything that `load` needs to continue exactly. The arrays are views that change with the buffer:
-        copy them to keep them."""
+        """Returns everything that `load` needs to continue exactly. The arrays are views that
+        change with the buffer: copy them to keep them."""
         count = len(self)
         saved = {f"column.{name}": column[:count] for name, column in self.columns.items()}
         saved["ring"] = np.array([self.total, self.capacity])
@@ -154,8 +154,8 @@ class SumTree:
         return node - self.leaves
 
     def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Returns positions sampled in proportion to their values, one from each of `count` equal parts of the total.
-        Raises ValueError if all values are 0."""
+        """Returns positions sampled in proportion to their values, one from each of `count` equal
+        parts of the total. Raises ValueError if all values are 0."""
         if not self.total > 0:
             raise ValueError("no row can be sampled yet, because none is complete: add more steps before you sample")
         return self.find_prefix_sums((np.arange(count) + rng.random(count)) * (self.total / count))

@@ -54,9 +54,9 @@ class SequenceBatch(ReplayBatch):
 
 
 class SequenceReplay(CreditedReplay):
-    """Replay buffer of the last `capacity` sequences, all of one length. `recurrent_players` are the players whose
-    recurrent states are stored, `burn_in` the number of steps that only update them; the other arguments are those
-    of `CreditedReplay`."""
+    """Replay buffer of the last `capacity` sequences, all of one length. `recurrent_players` are
+    the players whose recurrent states are stored, `burn_in` the number of steps that only update
+    them; the other arguments are those of `CreditedReplay`."""
 
     def __init__(
         self, capacity: int, *, burn_in: int = 0, recurrent_players: Sequence[str] = (), **credit: Any

@@ -54,9 +54,9 @@ class DecoderBlock(nn.Module):
     def forward(
         self, x: Tensor, encoded: Tensor, mask: Tensor | None, past: tuple[Past, Past] = (None, None)
     ) -> Tensor:
-        """Returns the next features [P, G, S, H] from features of the actions `x` and encodings of the seats `encoded`,
-        both [P, G, S, H]. `past` is what both attention layers store of earlier seats, in sequential decoding, or of
-        earlier steps."""
+        """Returns the next features [P, G, S, H] from features of the actions `x` and encodings of
+        the seats `encoded`, both [P, G, S, H]. `past` is what both attention layers store of
+        earlier seats, in sequential decoding, or of earlier steps."""
         x = rowwise(self.norms[0], x + self.to_actions(x, x, mask, past[0]))
         x = rowwise(self.norms[1], encoded + self.to_encoding(encoded, x, mask, past[1]))
         return rowwise(self.norms[2], x + self.feed_forward(x))
@@ -114,9 +114,9 @@ class MultiAgentTransformer(Net):
     # ---- memory of earlier steps
 
     def _memories(self, recurrent_state: Tensor | None, is_first: Tensor | None, acts: Tensor) -> list[StepMemory]:
-        """Returns the memory of each layer, those of the encoder first (none if the network has no memory), from the
-        recurrent state [P, R, W] before the first step (None: zeros), the first steps of episodes [P, T, R] (None:
-        there are none) and the seats that act [P, T, R]."""
+        """Returns the memory of each layer, those of the encoder first (none if the network has no
+        memory), from the recurrent state [P, R, W] before the first step (None: zeros), the first
+        steps of episodes [P, T, R] (None: there are none) and the seats that act [P, T, R]."""
         if not self.recurrent_units:
             return []
         P, T, R = acts.shape
@@ -139,8 +139,8 @@ class MultiAgentTransformer(Net):
         return padded.reshape(*like.shape[:2], self.recurrent_units)
 
     def _by_team(self, x: Tensor) -> Tensor:
-        """Returns the rows of T steps of games as G = T*games teams: [P, T, R, ...] -> [P, G, S, ...]. With memory the
-        steps of a game follow each other, otherwise the games of a step."""
+        """Returns the rows of T steps of games as G = T*games teams: [P, T, R, ...] -> [P, G, S,
+        ...]. With memory the steps of a game follow each other, otherwise the games of a step."""
         teams = x.reshape(*x.shape[:2], -1, self.team_size, *x.shape[3:])
         if self.recurrent_units:
             teams = teams.transpose(1, 2)
@@ -177,8 +177,8 @@ class MultiAgentTransformer(Net):
         return self._decode_tokens(encoded, tokens, _mask(acts, causal=True), memories[len(self.encoder) :])
 
     def _decode_tokens(self, encoded: Tensor, tokens: Tensor, mask: Tensor | None, past: Sequence[Past]) -> Tensor:
-        """Returns the outputs [P, G, S, O] for tokens [P, G, S, A+1]; `past` is empty or has an entry for each layer of
-        the decoder."""
+        """Returns the outputs [P, G, S, O] for tokens [P, G, S, A+1]; `past` is empty or has an
+        entry for each layer of the decoder."""
         x = rowwise(self.norms[1], self._dense(self.action_embedding, tokens))
         for i, block in enumerate(self.decoder):
             x = block(x, encoded, mask, past[2 * i : 2 * i + 2] or (None, None))
@@ -192,9 +192,9 @@ class MultiAgentTransformer(Net):
         recurrent_state: Tensor | None = None,
         is_first: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Chooses the actions of the seats one after another; returns them [P, G, S, ...], their log-probabilities
-        [P, G, S] (None if `choose` gives none) and the new recurrent state [P, R, W] (None without memory). `obs` is
-        [P, G, S, *view], `acts` [P, G, S], `is_first` [P, R]."""
+        """Chooses the actions of the seats one after another; returns them [P, G, S, ...], their
+        log-probabilities [P, G, S] (None if `choose` gives none) and the new recurrent state [P, R,
+        W] (None without memory). `obs` is [P, G, S, *view], `acts` [P, G, S], `is_first` [P, R]."""
         rows = acts.flatten(1)[:, None]
         if is_first is not None:
             is_first = is_first[:, None]
@@ -224,8 +224,8 @@ class MultiAgentTransformer(Net):
         return torch.stack(actions, 2), torch.stack(known_logps, 2), recurrent_state
 
     def _previous(self, codes: Tensor, acts: Tensor) -> Tensor:
-        """Returns each seat's input token [P, G, S, A+1]: the encoded action of the last acting seat before it and a 0,
-        or the start token if no seat acts before it."""
+        """Returns each seat's input token [P, G, S, A+1]: the encoded action of the last acting
+        seat before it and a 0, or the start token if no seat acts before it."""
         numbers = torch.arange(codes.shape[2], device=codes.device)
         last = torch.where(acts, numbers, -1).cummax(2).values.roll(1, 2)  # the last acting seat up to each, shifted
         last[:, :, 0] = -1
@@ -302,8 +302,8 @@ class MultiAgentTransformer(Net):
 
 
 def _mask(acts: Tensor, causal: bool) -> Tensor | None:
-    """Returns a mask [P, G, S, S] of the seats that each seat may attend to: itself and the seats that act, with
-    `causal` only those before it. None allows all."""
+    """Returns a mask [P, G, S, S] of the seats that each seat may attend to: itself and the seats
+    that act, with `causal` only those before it. None allows all."""
     S = acts.shape[2]
     mask = attention_mask(acts)
     if not causal:

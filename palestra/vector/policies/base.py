@@ -55,8 +55,8 @@ class UniformVectorPolicy:
 
 
 class ScriptedVectorPolicy:
-    """Plays a script of the env (by name), or any function from an env and a seat number to actions [B, ...]. Raises
-    ValueError if the env has no script of that name."""
+    """Plays a script of the env (by name), or any function from an env and a seat number to actions
+    [B, ...]. Raises ValueError if the env has no script of that name."""
 
     def __init__(
         self,

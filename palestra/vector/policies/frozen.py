@@ -84,9 +84,9 @@ FrozenMember = NetMember | TableMember | UniformMember
 
 @dataclass
 class ActBatch:
-    """Rows [R] that a group acts for: seat `seat_index[r]` of game `env_index[r]`, played by the group's member
-    `member_index[r]` (int64 each). `recurrent_state` is [R, H] float32; `is_first` [R] bool marks the first step of a
-    game."""
+    """Rows [R] that a group acts for: seat `seat_index[r]` of game `env_index[r]`, played by the
+    group's member `member_index[r]` (int64 each). `recurrent_state` is [R, H] float32; `is_first`
+    [R] bool marks the first step of a game."""
 
     frame: VectorStep
     env_index: np.ndarray
@@ -99,8 +99,8 @@ class ActBatch:
 
 
 def build_group(env: VectorEnv, members: Sequence[FrozenMember]) -> NetGroup | TableGroup | UniformGroup:
-    """Returns the group that plays `members`, which must have the same shape. A recurrent group (`recurrent_units`
-    above 0) acts for all rows at every step, to update their states."""
+    """Returns the group that plays `members`, which must have the same shape. A recurrent group
+    (`recurrent_units` above 0) acts for all rows at every step, to update their states."""
     if nets := [member for member in members if isinstance(member, NetMember)]:
         return NetGroup(nets)
     tables = [member for member in members if isinstance(member, TableMember)]
@@ -159,16 +159,13 @@ class NetGroup:
         else:
             out = self.net(x)
             memory = None
-        action_mask = (
-            None
-            if rows.frame.action_mask is None
-            else torch.from_numpy(rows.frame.action_mask[rows.env_index, rows.seat_index])
-        )
+        action_mask = None
+        if (masks := rows.frame.action_mask) is not None:
+            action_mask = torch.from_numpy(masks[rows.env_index, rows.seat_index])
         out = out.flatten(0, 1)[place]
-        chosen = (
-            self.head.mode(out, action_mask) if self.greedy else self.head.sample(out, action_mask, rows.generator)[0]
-        )
-        return chosen.numpy(), memory
+        if self.greedy:
+            return self.head.mode(out, action_mask).numpy(), memory
+        return self.head.sample(out, action_mask, rows.generator)[0].numpy(), memory
 
     def _views(self, rows: ActBatch) -> Tensor:
         """Returns the networks' inputs [R, *inputs]."""
@@ -219,8 +216,8 @@ def _put(x: Tensor, place: np.ndarray, shape: tuple[int, int]) -> Tensor:
 
 
 class InfoStateIndex:
-    """An index of information states by observation: `observations` [I, V] float32, all distinct. Raises ValueError for
-    a duplicate."""
+    """An index of information states by observation: `observations` [I, V] float32, all distinct.
+    Raises ValueError for a duplicate."""
 
     def __init__(self, observations: np.ndarray) -> None:
         self.observations = np.ascontiguousarray(observations, np.float32)

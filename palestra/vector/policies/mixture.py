@@ -21,13 +21,13 @@ class OpponentSampler(Protocol):
     """Samples the members of new games."""
 
     def sample_members(self, rng: np.random.Generator, num_envs: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a tag [games] int64, which identifies the draw to the caller, and the index of a member for every
-        seat, int64 [games, S]."""
+        """Returns a tag [games] int64, which identifies the draw to the caller, and the index of a
+        member for every seat, int64 [games, S]."""
 
 
 class IndependentSampler:
-    """Samples every seat independently, from its own probabilities over members (by index). Raises ValueError for
-    invalid probabilities."""
+    """Samples every seat independently, from its own probabilities over members (by index). Raises
+    ValueError for invalid probabilities."""
 
     def __init__(self, mixes: Sequence[Mapping[int, float]]) -> None:
         self.members = [np.array(list(mix)) for mix in mixes]
@@ -40,8 +40,8 @@ class IndependentSampler:
 
 
 class JointSampler:
-    """Samples one of several line-ups [L, S] of members, as for a correlated meta-strategy; the tag is its index.
-    Raises ValueError for invalid probabilities."""
+    """Samples one of several line-ups [L, S] of members, as for a correlated meta-strategy; the tag
+    is its index. Raises ValueError for invalid probabilities."""
 
     def __init__(self, lineups: Sequence[Sequence[int]], probabilities: Sequence[float]) -> None:
         self.lineups = np.array(lineups)
@@ -80,9 +80,9 @@ class SideSampler:
 
 
 class LineupSchedule:
-    """Plays line-ups [L, S] in turn, each exactly `counts[l]` times; the tag is the line-up's index. Games started
-    after that are played by the last line-up with tag -1 and must not be counted. Counting exactly the scheduled games
-    avoids a bias towards short ones."""
+    """Plays line-ups [L, S] in turn, each exactly `counts[l]` times; the tag is the line-up's
+    index. Games started after that are played by the last line-up with tag -1 and must not be
+    counted. Counting exactly the scheduled games avoids a bias towards short ones."""
 
     def __init__(self, lineups: np.ndarray, counts: np.ndarray) -> None:
         rounds = np.concatenate([np.arange(n) for n in counts])
@@ -179,16 +179,16 @@ class Mixture:
         return memory[:, 1 + len(self.seats) :].view(len(memory), len(self.seats), self.recurrent_units)
 
     def played_members(self, batch: RolloutBatch) -> tuple[np.ndarray, np.ndarray]:
-        """Returns tags [F] and members of each seat [F, S] (int64) of the games that ended in the last rollout, in the
-        order of `batch.episode_stats`."""
+        """Returns tags [F] and members of each seat [F, S] (int64) of the games that ended in the
+        last rollout, in the order of `batch.episode_stats`."""
         times, games = batch.end_index
         ended = np.stack(self._played)[times, games]
         return ended[:, 0], ended[:, 1:]
 
 
 def cumulative_bounds(probabilities: Sequence[float]) -> np.ndarray:
-    """Returns the inner boundaries of the normalised cumulative distribution, float64 [n-1], for sampling with
-    `searchsorted`. Raises ValueError for invalid probabilities."""
+    """Returns the inner boundaries of the normalised cumulative distribution, float64 [n-1], for
+    sampling with `searchsorted`. Raises ValueError for invalid probabilities."""
     probs = np.asarray(probabilities, np.float64)
     if not len(probs) or not np.isfinite(probs).all() or (probs < 0).any() or probs.sum() <= 0:
         raise ValueError(f"{list(probabilities)} are not probabilities: none may be negative, and one must be above 0")

@@ -110,8 +110,8 @@ class NetVectorPolicy:
         return actions.view(P, B, S, *actions.shape[2:]), logp, recurrent_state
 
     def _seat_selector(self, masks: Tensor | None) -> SeatSelector:
-        """Returns a function that selects the actions of one seat of each team; `masks` [P, B, S, A] are action
-        masks."""
+        """Returns a function that selects the actions of one seat of each team; `masks` [P, B, S,
+        A] are action masks."""
 
         def choose(out: Tensor, seat: int) -> tuple[Tensor, Tensor | None]:
             return self.selector(out, None if masks is None else masks[:, :, seat], self.generator)
@@ -139,8 +139,8 @@ def noisy_selector(head: BoundedHead, noise: CorrelatedNoise) -> ActionSelector:
 
 
 def uniform_selector(head: ActionHead, noise: CorrelatedNoise) -> ActionSelector:
-    """Returns an action selector that samples legal actions uniformly. A continuous action is the quantile of a sample
-    of `noise`, so successive actions are correlated as the noise is."""
+    """Returns an action selector that samples legal actions uniformly. A continuous action is the
+    quantile of a sample of `noise`, so successive actions are correlated as the noise is."""
 
     def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         if isinstance(head, BoundedHead):

@@ -33,13 +33,8 @@ from palestra.vector.rollouts.rollout import TimeLimit, VectorRollout, empty_bat
 SLOTS_PER_ACTOR = 3  # one to write, one to read, one in between
 MAX_ACTOR_FAILURES = 3  # consecutive deaths of an actor without a batch
 CACHE_LINE_BYTES = 64  # bytes of a cache line; arrays are aligned to it
-VARIABLE_SIZE_FIELDS = (
-    "end_index",
-    "final_obs",
-    "final_state",
-    "recurrent_state",
-    "episode_stats",
-)  # sent with the message: their sizes vary
+# sent with the message: their sizes vary
+VARIABLE_SIZE_FIELDS = ("end_index", "final_obs", "final_state", "recurrent_state", "episode_stats")
 
 
 class ActorSpec(Protocol):
@@ -61,11 +56,8 @@ class SharedBuffers:
     """
 
     def __init__(self, weights: int, batch: RolloutBatch, name: str | None = None) -> None:
-        arrays = {
-            field.name: getattr(batch, field.name)
-            for field in fields(RolloutBatch)
-            if field.name not in VARIABLE_SIZE_FIELDS
-        }
+        fixed = [field.name for field in fields(RolloutBatch) if field.name not in VARIABLE_SIZE_FIELDS]
+        arrays = {name: getattr(batch, name) for name in fixed}
         self.array_specs = {k: (a.shape, a.dtype) for k, a in arrays.items() if isinstance(a, np.ndarray)}
         space = 4 * CACHE_LINE_BYTES + 4 * weights + CACHE_LINE_BYTES
         space += SLOTS_PER_ACTOR * sum(
@@ -164,9 +156,9 @@ class ActorPool:
         self._release = weakref.finalize(self, _release, self.actors, self.all_buffers)
 
     def collect(self, players: Sequence[VectorPolicy], steps: int, seed: int) -> RolloutBatch:
-        """Returns the next batch, which is valid until the next call; ignores `players`, `steps` and `seed`, which the
-        actors choose themselves. Raises RunFailed if an actor's env failed, and ValueError if an actor dies
-        repeatedly."""
+        """Returns the next batch, which is valid until the next call; ignores `players`, `steps`
+        and `seed`, which the actors choose themselves. Raises RunFailed if an actor's env failed,
+        and ValueError if an actor dies repeatedly."""
         self._publish()
         dropped = 0
         while True:

@@ -57,8 +57,8 @@ EpisodeFiles = Annotated[list[str], BeforeValidator(_as_list), Field(min_length=
 def record_vector_episodes(
     env: VectorEnv, players: Sequence[VectorPolicy], steps: int, path: str | Path, *, seed: int = 0
 ) -> None:
-    """Plays `steps` joint steps of every parallel game and writes them as episodes. The games have consecutive seeds
-    from `seed` on."""
+    """Plays `steps` joint steps of every parallel game and writes them as episodes. The games have
+    consecutive seeds from `seed` on."""
     batch = VectorRollout(env, seed + np.arange(env.num_envs)).collect(players, steps, seed)
     policies: dict[int, str] = {}
     for player in players:
@@ -114,8 +114,8 @@ def to_table(batch: RolloutBatch, env: VectorEnv, policies: Sequence[str]) -> pa
 
 
 def _row_order(batch: RolloutBatch) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the order of the joint rows [R], game after game, as indices of B * T steps (b * T + t) followed by the
-    final observations, and whether a row is a final observation [R] bool."""
+    """Returns the order of the joint rows [R], game after game, as indices of B * T steps (b * T +
+    t) followed by the final observations, and whether a row is a final observation [R] bool."""
     T, B = batch.rewards.shape[:2]
     times, games = batch.end_index
     key = np.concatenate([2 * np.arange(B * T), 2 * (games * T + times) + 1])
@@ -146,9 +146,9 @@ def _lists(values: np.ndarray, known: np.ndarray | None = None) -> pa.Array:
 
 
 def read_vector_episodes(paths: Sequence[str | Path], env: VectorEnv) -> RolloutBatch:
-    """Returns the episodes of all files, one after another, as a batch of one game: [T, 1, N, ...]. The last step of an
-    unfinished episode is followed by the first step of the next episode. Raises ValueError if a file does not hold
-    episodes, or those of another env."""
+    """Returns the episodes of all files, one after another, as a batch of one game: [T, 1, N, ...].
+    The last step of an unfinished episode is followed by the first step of the next episode. Raises
+    ValueError if a file does not hold episodes, or those of another env."""
     return _join([_read(Path(path), env) for path in paths])
 
 

@@ -1,5 +1,5 @@
-"""Metrics of vector envs' episodes, for logs and for evaluations. In evaluations, short and long episodes have the same
-weight."""
+"""Metrics of vector envs' episodes, for logs and for evaluations. In evaluations, short and long
+episodes have the same weight."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ EndedEpisodes = dict[str, np.ndarray]  # see `EpisodeStats.pop_ended`
 
 @dataclass(frozen=True)
 class VectorUpdate:
-    """The log of one rollout and the update on it: the episodes that ended, metrics of the rollout, its joint
-    steps over all env copies, the learner's metrics by policy, and the times of both."""
+    """The log of one rollout and the update on it: the episodes that ended, metrics of the rollout,
+    its joint steps over all env copies, the learner's metrics by policy, and the times of both."""
 
     ended: EndedEpisodes
     rollout_metrics: Metrics
@@ -57,8 +57,8 @@ def training_metrics(
 
 
 def returns_by_team(returns: np.ndarray, teams: Sequence[str]) -> Metrics:
-    """Returns the mean return of each team as `return.TEAM`, from returns [G, N] and the team of each seat; nothing if
-    all seats are one team."""
+    """Returns the mean return of each team as `return.TEAM`, from returns [G, N] and the team of
+    each seat; nothing if all seats are one team."""
     names = list(dict.fromkeys(teams))
     if len(names) < 2:
         return {}
@@ -67,17 +67,17 @@ def returns_by_team(returns: np.ndarray, teams: Sequence[str]) -> Metrics:
 
 
 def success_metrics(success: np.ndarray, teams: Sequence[str]) -> Metrics:
-    """Returns `success` from an array of `EpisodeStats.pop_ended`; if it is by seat and the seats play in several
-    teams, that of each team that reports it, as `success.TEAM`, since no number is that of all. Nothing if no episode
-    reports success."""
+    """Returns `success` from an array of `EpisodeStats.pop_ended`; if it is by seat and the seats
+    play in several teams, that of each team that reports it, as `success.TEAM`, since no number is
+    that of all. Nothing if no episode reports success."""
     if success.shape[1] > 1 and len(set(teams)) > 1:
         return {f"{TEAM_SUCCESS}{name}": value for name, value in success_by_name(success, teams).items()}
     return success_by_name(success, ["success"] * success.shape[1])
 
 
 def success_by_name(success: np.ndarray, names: Sequence[str]) -> Metrics:
-    """Returns the mean success [G, C] of the seats of each name; names of seats that never report it are left out. A
-    seat that reports it in some episodes had none in the others."""
+    """Returns the mean success [G, C] of the seats of each name; names of seats that never report
+    it are left out. A seat that reports it in some episodes had none in the others."""
     seats_of: dict[str, list[int]] = {}
     for seat, name in enumerate(names):
         if not np.isnan(success[:, seat]).all():
@@ -101,9 +101,9 @@ def all_episodes_done(batches: Sequence[EndedEpisodes], places: int, each: int) 
 def evaluation_metrics(
     batches: Sequence[EndedEpisodes], seats: Sequence[Seat], each: int, max_episodes: int, teams: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns means over the first `each` episodes of every parallel game, `max_episodes` in all: return of each seat,
-    of each team if `teams`, those of the seats, are several, and of all; length, and success as in
-    `success_metrics`."""
+    """Returns means over the first `each` episodes of every parallel game, `max_episodes` in all:
+    return of each seat, of each team if `teams`, those of the seats, are several, and of all;
+    length, and success as in `success_metrics`."""
     episodes = {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
     seen: dict[int, int] = {}
     chosen = []

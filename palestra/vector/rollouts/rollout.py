@@ -1,5 +1,5 @@
-"""Lock-step rollouts of B parallel games on arrays. Steps make no Python objects per game and are copied once, into the
-batch."""
+"""Lock-step rollouts of B parallel games on arrays. Steps make no Python objects per game and are
+copied once, into the batch."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class VectorRollout:
         return batch
 
     def check_episodes_end(self) -> None:
-        """Raises RunFailed if a game has run for more than `MAX_EPISODE_STEPS` steps: for whatever waits for the end of
-        games."""
+        """Raises RunFailed if a game has run for more than `MAX_EPISODE_STEPS` steps: for whatever
+        waits for the end of games."""
         if self.episode_stats.lengths.max() > MAX_EPISODE_STEPS:
             game = int(self.episode_stats.lengths.argmax())
             raise RunFailed(
@@ -177,9 +177,9 @@ class EpisodeStats:
             self.returns[done], self.lengths[done] = 0, 0
 
     def pop_ended(self) -> dict[str, np.ndarray]:
-        """Returns, and clears, the results of ended games: `game [G]` int64, `returns [G, N]` float64, `lengths [G]`
-        int64 and `success [G, C]` float32, oldest first. C is 0 if the env reports no success, 1 for that of the game,
-        N for those of the seats (NaN: not reported)."""
+        """Returns, and clears, the results of ended games: `game [G]` int64, `returns [G, N]`
+        float64, `lengths [G]` int64 and `success [G, C]` float32, oldest first. C is 0 if the env
+        reports no success, 1 for that of the game, N for those of the seats (NaN: not reported)."""
         columns = [np.concatenate(column) for column in zip(self._none, *self._ended, strict=True)]
         self._ended.clear()
         return dict(zip(("game", "returns", "lengths", "success"), columns, strict=True))
@@ -221,15 +221,15 @@ class FinalObservations:
 
 
 def seen_in_batch(vector_step: VectorStep, batch: RolloutBatch, t: int) -> VectorStep:
-    """Returns the step with its observations and action masks taken from the batch at `t`: the same numbers, in arrays
-    that are copied to another device faster."""
+    """Returns the step with its observations and action masks taken from the batch at `t`: the same
+    numbers, in arrays that are copied to another device faster."""
     action_mask = None if batch.action_mask is None else batch.action_mask[t]
     return replace(vector_step, obs=batch.obs[t], action_mask=action_mask)
 
 
 def terminate_truncated(played: Played) -> Played:
-    """Returns a step or a batch in which truncated games are terminated, for all seats; `played` itself if there is
-    none."""
+    """Returns a step or a batch in which truncated games are terminated, for all seats; `played`
+    itself if there is none."""
     cut = played.truncated
     if not cut.any():
         return played
@@ -257,8 +257,8 @@ def without_absent_views(vector_step: VectorStep) -> VectorStep:
 
 
 def _zeros_where_not_finite(obs: np.ndarray, absent: np.ndarray) -> np.ndarray:
-    """Returns observations [B, N, ...], those with a number that is not finite replaced by zeros where `absent`
-    [B, N]."""
+    """Returns observations [B, N, ...], those with a number that is not finite replaced by zeros
+    where `absent` [B, N]."""
     games, seats = np.nonzero(absent)
     bad = ~np.isfinite(obs[games, seats]).all(axis=tuple(range(1, obs.ndim - 1)))
     if not bad.any():

@@ -58,15 +58,15 @@ def test_other_arrays_are_refused_as_pictures():
 
 
 def test_shapes_are_drawn_at_their_positions():
-    canvas = Canvas(-1, 1, size=100)
-    canvas.disc(0.5, 0.5, 0.2, RED)  # right and up: column 75, row 25
-    canvas.rectangle(-0.5, -0.5, 0.4, 0.2, (0, 0, 0))
+    canvas = Canvas(-1.2, 1.2)  # 100 pixels for a unit
+    canvas.disc(0.5, 0.5, 0.1, RED)  # right and up: column 170, row 70
+    canvas.rectangle(-0.5, -0.5, 0.2, 0.1, (0, 0, 0))
     canvas.line((-1, 0), (1, 0), (0, 0, 255))
     canvas.disc(9, 9, 0.2, RED)  # outside: nothing is drawn
     picture = canvas.picture()
-    assert tuple(picture[25, 75]) == RED and tuple(picture[25, 86]) != RED
-    assert tuple(picture[75, 25]) == (0, 0, 0) and tuple(picture[75, 36]) != (0, 0, 0) == tuple(picture[71, 25])
-    assert tuple(picture[50, 3]) == (0, 0, 255) == tuple(picture[49, 97])
+    assert tuple(picture[70, 170]) == RED and tuple(picture[70, 181]) != RED
+    assert tuple(picture[170, 70]) == (0, 0, 0) and tuple(picture[170, 81]) != (0, 0, 0) == tuple(picture[166, 70])
+    assert tuple(picture[120, 23]) == (0, 0, 255) == tuple(picture[119, 217])
     red = (picture == RED).all(2).sum()
     assert abs(red - np.pi * 10**2) < 40, "the disc of radius 10, less its smoothed edge"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,8 +9,7 @@ import pettingzoo
 
 from palestra.envs.adapters.gymnasium import gymnasium_space, observation_box, with_action_mask
 from palestra.envs.vector_base import Discrete, VectorEnv, VectorStep, zero_actions
-
-MakeVectorEnv = Callable[[int], VectorEnv]
+from palestra.envs.vector_check import MakeVectorEnv
 
 
 def to_parallel(make_env: MakeVectorEnv) -> pettingzoo.ParallelEnv:
@@ -85,8 +83,8 @@ class _ToPettingZoo:
         }
 
     def episode_ends(self) -> tuple[dict[str, bool], dict[str, bool]]:
-        """Returns the agents that the step terminated and those that it truncated: none before the game is over for
-        all."""
+        """Returns the agents that the step terminated and those that it truncated: none before the
+        game is over for all."""
         vector_step = self.vector_step
         dead = np.full(len(self.possible_agents), vector_step.terminated[0])
         if self._over and vector_step.seat_terminated is not None:

@@ -102,8 +102,8 @@ class _PettingZooGame:
         return {agent: require_flag(flag, f"what {what} agent {agent}") for agent, flag in flags.items()}
 
     def check_unpaid(self, rewards: dict[Any, Any]) -> None:
-        """Raises ValueError if one of these rewards, of agents that were gone before the step, is not 0: the return of
-        an agent ends with it."""
+        """Raises ValueError if one of these rewards, of agents that were gone before the step, is
+        not 0: the return of an agent ends with it."""
         for agent, reward in rewards.items():
             if to_reward(reward, str(agent)):
                 raise ValueError(
@@ -162,8 +162,8 @@ class _PettingZooGame:
                 )
 
     def record_ended(self, terminated: dict[Any, bool], truncated: dict[Any, bool]) -> None:
-        """Records the agents that a step ended; agents that the env terminates and truncates at once count as
-        terminated."""
+        """Records the agents that a step ended; agents that the env terminates and truncates at
+        once count as terminated."""
         self.truncated_agents.update(
             agent for agent, flag in truncated.items() if flag and agent not in self.terminated_agents
         )
@@ -198,8 +198,8 @@ class _PettingZooGame:
 
 
 def _state_size(env: Any) -> int:
-    """Returns the length of the global state of an env after its reset, since some envs have no `state_space`; 0 if it
-    has no one-dimensional state."""
+    """Returns the length of the global state of an env after its reset, since some envs have no
+    `state_space`; 0 if it has no one-dimensional state."""
     if (space := getattr(env, "state_space", None)) is not None:
         return flat_box_size(space)
     try:
@@ -253,8 +253,8 @@ class ParallelGame(_PettingZooGame):
         return step
 
     def _build_step(self, seen: dict[Any, Any], infos: dict[Any, dict[str, Any]], live: set[Any]) -> SingleStep:
-        """Builds the result of a step; `live_agents` are the agents that act next. Optimised: it runs after every step
-        of envs that may themselves be as fast."""
+        """Builds the result of a step; `live_agents` are the agents that act next. Optimised: it
+        runs after every step of envs that may themselves be as fast."""
         self.live_agents = live
         self.record_success(infos)
         observations: list[np.ndarray | None] = [None] * len(self.agents)
@@ -331,9 +331,9 @@ class AECGame(_PettingZooGame):
         return dict(getattr(self.env, "_cumulative_rewards", ()))
 
     def check_booked(self, paid: dict[Any, float], before: dict[Any, float]) -> None:
-        """Raises ValueError if what a step `paid` is not what it added to the rewards that `last` reports, which were
-        `before`; PettingZoo's own test of envs refuses that too. An env that never adds anything there is left alone:
-        its `rewards` are meant."""
+        """Raises ValueError if what a step `paid` is not what it added to the rewards that `last`
+        reports, which were `before`; PettingZoo's own test of envs refuses that too. An env that
+        never adds anything there is left alone: its `rewards` are meant."""
         after = self.booked_before = self.booked_rewards()
         if after == before and not any(paid.values()):
             return
@@ -370,9 +370,9 @@ def load_game(
     wrappers: Wrappers = None,
     reset_options: dict[str, Any] | None = None,
 ) -> ParallelGame | AECGame:
-    """Returns the game that the factory "module:function" makes with `options`, within `wrappers`; `state` adds its
-    global state. Raises ValueError if `path` names no factory, the factory or a wrapper fails, or it makes no
-    PettingZoo env."""
+    """Returns the game that the factory "module:function" makes with `options`, within `wrappers`;
+    `state` adds its global state. Raises ValueError if `path` names no factory, the factory or a
+    wrapper fails, or it makes no PettingZoo env."""
     module, _, factory = path.partition(":")
     if not module or not factory:
         raise ValueError(
@@ -430,8 +430,8 @@ class LeanParallelWrapper(aec_to_parallel_wrapper):
 
 
 def remove_ended(env: Any) -> None:
-    """Steps a turn-based env until an agent is selected that has not ended, or none is left. Raises ValueError if the
-    env does not remove those that have."""
+    """Steps a turn-based env until an agent is selected that has not ended, or none is left. Raises
+    ValueError if the env does not remove those that have."""
     for _ in range(MAX_REMOVALS):
         agent = env.agent_selection
         if not (env.terminations[agent] or env.truncations[agent]):
@@ -446,8 +446,8 @@ def remove_ended(env: Any) -> None:
 
 
 def strip_check_wrappers(env: Any) -> Any:
-    """Returns the turn-based `env` without its outer wrappers that only check: every attribute access passes through
-    them, which takes a third of the time of a step of a small env."""
+    """Returns the turn-based `env` without its outer wrappers that only check: every attribute
+    access passes through them, which takes a third of the time of a step of a small env."""
     while type(env) in CHECK_WRAPPERS:
         env = env.env
     return env

@@ -69,8 +69,8 @@ def distances(board: Grid, start: int, blocked: Collection[int] = ()) -> dict[in
 
 
 def walk(board: Grid, start: int, to: int, blocked: Collection[int] = ()) -> list[int] | None:
-    """Returns the directions of a shortest walk that does not enter `blocked`, straight on where it can be; None if
-    there is no walk."""
+    """Returns the directions of a shortest walk that does not enter `blocked`, straight on where it
+    can be; None if there is no walk."""
     far = distances(board, to, blocked)
     if start not in far:
         return None
@@ -134,8 +134,8 @@ def parse_cells(answer: object, size: int, max_cells: int) -> tuple[int, ...] | 
 
 
 def parse_pushes(answer: object, boxes: int, max_pushes: int) -> tuple[tuple[int, int], ...] | None:
-    """Returns the 1 to `max_pushes` pushes (box, direction) in an answer ("left up" with one box, "1 left 2 up" with
-    several), None if it holds anything else."""
+    """Returns the 1 to `max_pushes` pushes (box, direction) in an answer ("left up" with one box,
+    "1 left 2 up" with several), None if it holds anything else."""
     words = answer_words(answer)
     if boxes == 1:
         words = list(chain.from_iterable(("1", word) for word in words))

@@ -198,8 +198,8 @@ class GridGame(Env):
         return ""
 
     def _walk(self, moves: tuple[int, ...]) -> tuple[list[Any], int]:
-        """Makes the moves until the puzzle is solved; returns the states passed and the number of illegal moves, which
-        are skipped."""
+        """Makes the moves until the puzzle is solved; returns the states passed and the number of
+        illegal moves, which are skipped."""
         states = []
         illegal = 0
         for direction in moves:
@@ -214,8 +214,8 @@ class GridGame(Env):
         return states, illegal
 
     def _gain(self, before: Any, after: Any) -> float:
-        """Returns the dense reward: the decrease of the potential as a share of the initial one, plus `SOLVED_REWARD`
-        once solved."""
+        """Returns the dense reward: the decrease of the potential as a share of the initial one,
+        plus `SOLVED_REWARD` once solved."""
         closed = (self.potential(before) - self.potential(after)) / self.initial_potential
         return closed + SOLVED_REWARD * self.is_solved(after)
 

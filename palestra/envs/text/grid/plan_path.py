@@ -194,8 +194,8 @@ class PlanPath(GridGame):
 
 
 def walk_straight(board: Grid, start: int, to: int, goal: int) -> int:
-    """Returns where a straight walk from `start` to `to` ends: at `to`, before a wall, at the goal, or at `start` if
-    the two are not in line."""
+    """Returns where a straight walk from `start` to `to` ends: at `to`, before a wall, at the goal,
+    or at `start` if the two are not in line."""
     (row, column), (to_row, to_column) = divmod(start, board.size), divmod(to, board.size)
     if row != to_row and column != to_column:
         return start

@@ -37,8 +37,8 @@ from palestra.vector.nets.on_device import RolloutTensors, constant, exponential
 
 
 class COMA(AlgorithmConfig):
-    """COMA: collect a rollout, train the critics on TD(lambda) returns, then take one gradient step with each
-    policy."""
+    """COMA: collect a rollout, train the critics on TD(lambda) returns, then take one gradient step
+    with each policy."""
 
     type: Literal["coma"] = "coma"
     gamma: float = Field(0.99, ge=0, le=1)
@@ -69,8 +69,8 @@ def counterfactual_advantages(q: Tensor, policy: Tensor, actions: Tensor) -> Ten
 
 @dataclass
 class CriticInputs:
-    """Critic inputs of shape [...]: `inputs` [..., N, D] float32, each seat's action probabilities `action_probs` [...,
-    N, A] and `actions` [..., N] int64; zeros for seats that do not learn."""
+    """Critic inputs of shape [...]: `inputs` [..., N, D] float32, each seat's action probabilities
+    `action_probs` [..., N, A] and `actions` [..., N] int64; zeros for seats that do not learn."""
 
     inputs: Tensor
     action_probs: Tensor
@@ -113,8 +113,7 @@ class COMALearner(NetLearner):
     # ---- learning
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
-        """Trains the critics for `epochs` passes over the batch, then takes one step with the policies; returns metrics
-        by policy."""
+        """Trains the critics for `epochs` passes, then takes one step with the policies."""
         self.random = make_generator(self.device, derive_seed(self.seeds[self.names[0]], "coma", self.updates))
         rollout = RolloutTensors.of(batch, self.device)
         critic_inputs, targets, known = self._credit(rollout)
@@ -186,8 +185,9 @@ class COMALearner(NetLearner):
     ) -> dict[str, Metrics]:
         """Takes one step with the policies of a stack; returns metrics by policy."""
         names = stack.seat_mapping.names
-        observations, is_first = self._policy_inputs(stack, batch)
-        out, _ = stack.net.unroll(observations[:, :-1], batch.recurrent_state.get("+".join(names)), is_first[:, :-1])
+        observations = stack.observations(batch.obs)[:, :-1]
+        is_first = stack.seat_mapping.repeat_games(batch.is_first)[:, :-1]
+        out, _ = stack.net.unroll(observations, batch.recurrent_state.get("+".join(names)), is_first)
         actions = stack.actions(batch)
         logp, entropy = stack.head.evaluate_actions(out, actions, stack.action_masks(batch))
         inputs = (logp, entropy, stack.rows(batch.logp), stack.rows(advantages))
@@ -206,8 +206,8 @@ class COMALearner(NetLearner):
     # ---- critic inputs
 
     def _critic_inputs(self, batch: RolloutTensors) -> tuple[CriticInputs, CriticInputs]:
-        """Returns critic inputs of the batch [T+1, B], with sampled actions at the last step, and of the ends of games
-        [F], with all actions sampled."""
+        """Returns critic inputs of the batch [T+1, B], with sampled actions at the last step, and
+        of the ends of games [F], with all actions sampled."""
         (T, B, N), A, F = batch.rewards.shape, self.num_actions, len(batch.final_obs)
         policy, last = (torch.zeros(*shape, N, A, device=self.device) for shape in ((T + 1, B), (F,)))
         for stack in self.stacks:
@@ -224,20 +224,14 @@ class COMALearner(NetLearner):
         final = self._critic_features(batch.final_obs, batch.final_state, drawn, alive)
         return CriticInputs(seen, policy, actions), CriticInputs(final, last, drawn)
 
-    def _policy_inputs(self, stack: PolicyStack, batch: RolloutTensors) -> tuple[Tensor, Tensor]:
-        """Returns the inputs of a stack's policies at every step: observations [P, T+1, C, ...] and a mask of first
-        steps."""
-        return stack.observations(batch.obs), stack.seat_mapping.repeat_games(batch.is_first)
-
     def _probabilities(self, stack: PolicyStack, batch: RolloutTensors) -> tuple[Tensor, Tensor]:
         """Returns action probabilities at every step [T+1, B, P*S, A'] and at the ends of games [F, P*S, A']."""
         S = len(stack.seat_mapping.seats[0])
         times, games = batch.end_index
-        observations, is_first = self._policy_inputs(stack, batch)
+        is_first = stack.seat_mapping.repeat_games(batch.is_first)
         action_mask = stack.optional_rows(batch.action_mask)
-        out, memories = stack.net.unroll(
-            observations, batch.recurrent_state.get("+".join(stack.seat_mapping.names)), is_first
-        )
+        recurrent_state = batch.recurrent_state.get("+".join(stack.seat_mapping.names))
+        out, memories = stack.net.unroll(stack.observations(batch.obs), recurrent_state, is_first)
         moments = _logits(stack, out, action_mask).exp().unflatten(2, (-1, S)).movedim(0, 2).flatten(2, 3)
         if not len(times):
             return moments, moments[0, :0]
@@ -254,8 +248,8 @@ class COMALearner(NetLearner):
         return torch.argmax(policy / race, -1)
 
     def _critic_features(self, obs: Tensor, state: Tensor | None, actions: Tensor, agent_mask: Tensor) -> Tensor:
-        """Returns the critic input of each seat [..., N, D]: state or all observations, the others' actions (one-hot),
-        and the seat."""
+        """Returns the critic input of each seat [..., N, D]: state or all observations, the others'
+        actions (one-hot), and the seat."""
         N = len(self.env.seats)
         A = self.num_actions
         ids = identity(len(self.env.seats), self.device)
@@ -267,8 +261,8 @@ class COMALearner(NetLearner):
 
     @torch.no_grad()
     def _values(self, nets: list[Net], critic_inputs: CriticInputs) -> Tensor:
-        """Returns a value for each action of each seat [..., N, A] from the critics `nets`; 0 for actions that a seat
-        lacks."""
+        """Returns a value for each action of each seat [..., N, A] from the critics `nets`; 0 for
+        actions that a seat lacks."""
         q = torch.zeros_like(critic_inputs.action_probs)
         lead = critic_inputs.action_probs.dim() - 2
         for stack, net in zip(self.stacks, nets, strict=True):

@@ -7,14 +7,14 @@ Shapes: `P` members of a stack, `T` = 1, `R` rows (a seat of a transition each),
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 from torch import Tensor
 
 from palestra.core.losses import TensorMetrics
 from palestra.vector.algorithms.dqn import DQNLearner
-from palestra.vector.algorithms.experimental.offline import DataSet, OfflineConfig, OfflineLearner
+from palestra.vector.algorithms.experimental.offline import OfflineConfig, OfflineLearner
 from palestra.vector.algorithms.q_learning import DeepQConfig
 from palestra.vector.learners.nets import NetLearner, NetLearnerSpec
 from palestra.vector.losses import conservative_gap
@@ -23,8 +23,8 @@ from palestra.vector.nets.sequence_replay import SequenceBatch
 
 
 class CQL(OfflineConfig, DeepQConfig):
-    """CQL: offline deep Q-learning on recorded episodes, for discrete actions. Each seat learns from its own rewards;
-    time is counted in its own decisions."""
+    """CQL: offline deep Q-learning on recorded episodes, for discrete actions. Each seat learns
+    from its own rewards; time is counted in its own decisions."""
 
     type: Literal["cql"] = "cql"
     conservative_coef: float = Field(1.0, ge=0)
@@ -36,8 +36,8 @@ class CQL(OfflineConfig, DeepQConfig):
 
 
 class CQLLearner(OfflineLearner, DQNLearner):
-    """Learner of CQL. Raises ValueError for recurrent policies, actions that are not discrete, and data that do not fit
-    the env or its policies."""
+    """Learner of CQL. Raises ValueError for recurrent policies, actions that are not discrete, and
+    data that do not fit the env or its policies."""
 
     config: CQL  # type: ignore[assignment]
 
@@ -50,8 +50,8 @@ class CQLLearner(OfflineLearner, DQNLearner):
                 )
         super().__init__(config, spec)  # type: ignore[arg-type]  # methods that read replay settings are overridden
 
-    def build_replay(self) -> DataSet:
-        return self.data_set(n_step=self.config.n_step, gamma=self.config.gamma, seats=self.seats)
+    def replay_options(self) -> dict[str, Any]:
+        return {"n_step": self.config.n_step, "gamma": self.config.gamma, "seats": self.seats}
 
     def epsilon_at(self, progress: float) -> float:
         return 0.0

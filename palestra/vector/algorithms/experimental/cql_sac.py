@@ -16,7 +16,7 @@ from torch import Tensor
 
 from palestra.envs.vector_base import Continuous
 from palestra.vector.algorithms.action_values import ActionValueConfig, UpdateBatch
-from palestra.vector.algorithms.experimental.offline import DataSet, OfflineConfig, OfflineLearner
+from palestra.vector.algorithms.experimental.offline import OfflineConfig, OfflineLearner
 from palestra.vector.algorithms.sac import SACLearner, SoftConfig
 from palestra.vector.learners.nets import NetLearner, NetLearnerSpec
 from palestra.vector.losses import sampled_soft_maximum
@@ -32,16 +32,16 @@ class CQLSAC(OfflineConfig, SoftConfig, ActionValueConfig):
     """Weight of the gap between the soft maximum of action values and the value of the action in the data (the paper's
     alpha); 0 is soft actor-critic on the data. Scale it with the size of rewards."""
     sampled_actions: int = Field(10, ge=1)
-    """Sampled actions of each kind that estimate the soft maximum: uniform ones, the policy's in the same state, and
-    the policy's in the next state."""
+    """Sampled actions of each kind that estimate the soft maximum: uniform ones, the policy's in
+    the same state, and the policy's in the next state."""
 
     def learner_class(self) -> Callable[..., NetLearner]:
         return CQLSACLearner
 
 
 class CQLSACLearner(OfflineLearner, SACLearner):
-    """Learner of CQL for continuous actions. Raises ValueError for discrete actions, for recurrent policies, and for
-    data that do not fit the env or its policies."""
+    """Learner of CQL for continuous actions. Raises ValueError for discrete actions, for recurrent
+    policies, and for data that do not fit the env or its policies."""
 
     config: CQLSAC
     noise_correlation = 0.0
@@ -54,10 +54,6 @@ class CQLSACLearner(OfflineLearner, SACLearner):
                     "cql, or iql"
                 )
         super().__init__(config, spec)  # type: ignore[arg-type]  # methods that read replay settings are overridden
-
-    def build_replay(self) -> DataSet:
-        seats = sorted(self.action_encoder.heads)
-        return self.data_set(gamma=self.config.gamma, seats=seats, count_env_steps=self.config.critic == "central")
 
     def penalty(
         self, i: int, batch: UpdateBatch, transitions: TransitionBatch, generator: torch.Generator

@@ -9,9 +9,8 @@ Shapes: as in `palestra.vector.algorithms.off_policy`; `G` numbers of the mixer'
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from palestra.core.losses import TensorMetrics
 from palestra.core.seeding import derive_seed
 from palestra.vector.algorithms.action_values import UpdateBatch
-from palestra.vector.algorithms.critics import frozen_parameters, polyak_update
+from palestra.vector.algorithms.critics import frozen_copy, frozen_parameters, polyak_update
 from palestra.vector.algorithms.ddpg import DDPGLearner, DeterministicConfig
 from palestra.vector.algorithms.off_policy import PolicyOutput
 from palestra.vector.algorithms.team_mixing import check_mixer_sees_state, mix_values
@@ -29,7 +28,7 @@ from palestra.vector.learners.optimizers import StackedOptimizer
 from palestra.vector.losses import q_loss, td_target
 from palestra.vector.nets.mixers import QMIXMixer, SeatValues, VDNMixer
 from palestra.vector.nets.on_device import constant
-from palestra.vector.nets.replay import ReplayBuffer, TransitionBatch
+from palestra.vector.nets.replay import TransitionBatch
 
 
 class FACMAC(DeterministicConfig):
@@ -71,15 +70,13 @@ class FACMACLearner(DDPGLearner):
             settings = settings.model_copy(update={"lr": config.critic_lr or settings.lr})
             self.mixer_adam = StackedOptimizer(self.mixer, ["+".join(self.names)], settings, self.process_group)
             self.extra_optimizers["mixer_adam"] = self.mixer_adam
-        self.target_mixer = copy.deepcopy(self.mixer).requires_grad_(False)
+        self.target_mixer = frozen_copy(self.mixer)
         self.extra_modules |= {"mixer": self.mixer, "target_mixer": self.target_mixer}
         self.polyak_pairs.append((self.mixer, self.target_mixer))
 
-    def build_replay(self) -> ReplayBuffer:
-        seats = sorted(self.action_encoder.heads)
-        return ReplayBuffer(
-            self.config.buffer_size, gamma=self.config.gamma, seats=seats, count_env_steps=True, team=seats
-        )
+    def replay_options(self) -> dict[str, Any]:
+        options = super().replay_options()
+        return options | {"count_env_steps": True, "team": options["seats"]}
 
     @property
     def uses_global_features(self) -> bool:
@@ -98,14 +95,13 @@ class FACMACLearner(DDPGLearner):
         for line, own in zip(lines, self._train_team(transitions, batches, generator, progress), strict=True):
             line |= own
         self.steps += 1
-        for net, slow in self.polyak_pairs:
-            polyak_update(net, slow, self.config.tau)
+        polyak_update(self.polyak_pairs, self.config.tau)
         return lines
 
     @torch.no_grad()
     def team_target(self, transitions: TransitionBatch, generator: torch.Generator) -> Tensor:
-        """Returns the critic's targets [M]: the team's reward plus the discounted value, by the target networks, of the
-        target policies' next actions (eq. 5)."""
+        """Returns the critic's targets [M]: the team's reward plus the discounted value, by the
+        target networks, of the target policies' next actions (eq. 5)."""
         values = []
         for i, (stack, critic) in enumerate(zip(self.stacks, self.critics, strict=True)):
             observations = stack.observations(transitions.next_obs, 1)
@@ -161,8 +157,8 @@ class FACMACLearner(DDPGLearner):
     def policy_gradient(
         self, transitions: TransitionBatch, batches: list[UpdateBatch], answers: list[PolicyOutput]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Returns the mean team value of the current policies' actions at all seats (eq. 7), a scalar, and its
-        gradients with respect to each stack's encoded actions [P, R, A]."""
+        """Returns the mean team value of the current policies' actions at all seats (eq. 7), a
+        scalar, and its gradients with respect to each stack's encoded actions [P, R, A]."""
         leaves = [answer.action_codes.detach().requires_grad_() for answer in answers]
         values = []
         for critic, batch, leaf in zip(self.critics, batches, leaves, strict=True):

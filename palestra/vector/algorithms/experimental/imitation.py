@@ -59,15 +59,12 @@ class DemoBatch:
     @property
     def policies_without_actions(self) -> list[str]:
         """The policies without any action in the demonstrations."""
-        return [
-            name
-            for name, agent_mask in zip(self.stack.seat_mapping.names, self.agent_mask, strict=True)
-            if not agent_mask.any()
-        ]
+        masks = zip(self.stack.seat_mapping.names, self.agent_mask, strict=True)
+        return [name for name, agent_mask in masks if not agent_mask.any()]
 
     def sample(self, count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Samples `count` sequences of `length` steps: returns their indices t * C + c (int64) and a mask of the
-        actions to imitate, [P, L, M] each."""
+        """Samples `count` sequences of `length` steps: returns their indices t * C + c (int64) and
+        a mask of the actions to imitate, [P, L, M] each."""
         _, T, C = self.agent_mask.shape
         device = self.agent_mask.device
         places = [torch.randint(len(own), (count,), generator=generator).to(device) for own in self.starts]
@@ -93,8 +90,8 @@ class DemoBatch:
 
 
 def load_demonstrations(paths: Sequence[str], learner: NetLearner, *, memory: bool) -> list[DemoBatch]:
-    """Returns the demonstrations of each stack. Raises ValueError if a policy has no action in them, or if a recurrent
-    policy has no first step of a game."""
+    """Returns the demonstrations of each stack. Raises ValueError if a policy has no action in
+    them, or if a recurrent policy has no first step of a game."""
     batch = RolloutTensors.of(read_vector_episodes(paths, learner.env), learner.device)
     where = ", ".join(paths)
     found = [DemoBatch(stack, batch, memory and stack.config.is_recurrent) for stack in learner.stacks]
@@ -114,8 +111,8 @@ def load_demonstrations(paths: Sequence[str], learner: NetLearner, *, memory: bo
 
 
 class BC(AlgorithmConfig):
-    """Behaviour cloning: maximises the likelihood of the actions in recorded episodes. Play in the env only measures
-    the policy."""
+    """Behaviour cloning: maximises the likelihood of the actions in recorded episodes. Play in the
+    env only measures the policy."""
 
     type: Literal["bc"] = "bc"
     demonstrations: EpisodeFiles
@@ -197,8 +194,8 @@ class BCLearner(NetLearner):
 
 
 class GAIL(ActorCriticConfig):
-    """GAIL: PPO (see there) on the rewards of a discriminator that separates the policy's transitions from those in
-    recorded episodes."""
+    """GAIL: PPO (see there) on the rewards of a discriminator that separates the policy's
+    transitions from those in recorded episodes."""
 
     type: Literal["gail"] = "gail"
     demonstrations: EpisodeFiles
@@ -214,9 +211,7 @@ class GAIL(ActorCriticConfig):
     discriminator_lr: float | None = Field(None, gt=0, le=1_000_000)
     """Learning rate of the discriminator; null uses the policy's."""
     epochs: int = Field(4, ge=1)
-    """Passes over each rollout."""
     minibatches: int = Field(4, ge=1)
-    """Gradient steps per pass."""
     clip: float = Field(0.2, gt=0)
     """Clipping distance of the probability ratio from 1."""
 
@@ -229,8 +224,8 @@ class GAIL(ActorCriticConfig):
 
 @dataclass
 class Discriminator:
-    """Discriminators of a stack, one network per member: transitions [P, R, D] -> logits [P, R] of being the
-    expert's."""
+    """Discriminators of a stack, one network per member: transitions [P, R, D] -> logits [P, R] of
+    being the expert's."""
 
     net: Net
     optimizer: StackedOptimizer
@@ -240,8 +235,8 @@ class Discriminator:
 
 
 class GAILLearner(ActorCriticLearner):
-    """Learner of GAIL. Raises ValueError for pixel observations, and if the demonstrations do not fit the env or its
-    policies."""
+    """Learner of GAIL. Raises ValueError for pixel observations, and if the demonstrations do not
+    fit the env or its policies."""
 
     def __init__(self, config: GAIL, spec: NetLearnerSpec) -> None:
         if any(map(spec.env.sees_image, spec.learning_seats)):
@@ -259,17 +254,12 @@ class GAILLearner(ActorCriticLearner):
         lr = self.imitation.discriminator_lr or stack.config.lr
         config = stack.config.without_memory().model_copy(update={"communication_rounds": 0, "lr": lr})
         seeds = [derive_seed(self.seeds[name], "discriminator") for name in seat_mapping.names]
-        net = Net(
-            (int(np.prod(seat_mapping.input_shape)) + encoding_size(seat_mapping.action_space),),
-            1,
-            config,
-            make_generators(seeds),
-        ).to(self.device)
+        inputs = int(np.prod(seat_mapping.input_shape)) + encoding_size(seat_mapping.action_space)
+        net = Net((inputs,), 1, config, make_generators(seeds)).to(self.device)
         return Discriminator(net, StackedOptimizer(net, seat_mapping.names, config, self.process_group))
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
-        """Trains the discriminators, replaces the rewards by theirs, and trains the policies on them; returns metrics
-        by policy."""
+        """Trains the discriminators, and the policies on their rewards in place of the env's."""
         rollout = RolloutTensors.of(batch, self.device)
         rewards = torch.zeros_like(rollout.rewards)
         lines: dict[str, Metrics] = {name: {} for name in self.names}

@@ -22,7 +22,7 @@ from palestra.core.seeding import derive_seed
 from palestra.envs.vector_base import Discrete, Space
 from palestra.vector.algorithms.action_values import ActionValueConfig, ActionValueLearner, UpdateBatch
 from palestra.vector.algorithms.critics import polyak_update
-from palestra.vector.algorithms.experimental.offline import DataSet, OfflineConfig, OfflineLearner
+from palestra.vector.algorithms.experimental.offline import OfflineConfig, OfflineLearner
 from palestra.vector.learners.nets import NetLearner
 from palestra.vector.learners.optimizers import StackedOptimizer
 from palestra.vector.learners.policy_stack import PolicyStack
@@ -36,11 +36,11 @@ class IQL(OfflineConfig, ActionValueConfig):
 
     type: Literal["iql"] = "iql"
     expectile: float = Field(0.7, gt=0, lt=1)
-    """Expectile of the action values that defines a state's value: 0.5 gives the value of the policy that played,
-    larger expectiles approach the value of the best action in the data."""
+    """Expectile of the action values that defines a state's value: 0.5 gives the value of the
+    policy that played, larger expectiles approach the value of the best action in the data."""
     beta: float = Field(3.0, ge=0)
-    """Inverse temperature: an action's weight in imitation is exp(beta * advantage); 0 is behaviour cloning. Scale it
-    with the size of rewards."""
+    """Inverse temperature: an action's weight in imitation is exp(beta * advantage); 0 is behaviour
+    cloning. Scale it with the size of rewards."""
     max_weight: float = Field(100.0, gt=0)
     """Upper bound of that weight."""
 
@@ -55,10 +55,6 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
 
     def value_per_action(self, space: Space) -> bool:
         return isinstance(space, Discrete)
-
-    def build_replay(self) -> DataSet:
-        seats = sorted(self.action_encoder.heads)
-        return self.data_set(gamma=self.config.gamma, seats=seats, count_env_steps=self.config.critic == "central")
 
     def build_extras(self) -> None:
         self.value_nets: list[Net] = []
@@ -75,8 +71,7 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
     def train_step(
         self, transitions: TransitionBatch, generator: torch.Generator, progress: float
     ) -> list[TensorMetrics]:
-        """Takes one gradient step of the state values, policies and action values, in this order; returns metrics by
-        stack."""
+        """Takes one step of the state values, policies and action values, in this order."""
         joint = self.action_encoder.encode(transitions.actions, transitions.agent_mask)
         lines = []
         for i, (stack, critic) in enumerate(zip(self.stacks, self.critics, strict=True)):
@@ -91,8 +86,7 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
             target = td_target(stack.rows(transitions.rewards, 1), stack.rows(transitions.discounts, 1), following)
             lines.append(line | self.train_critics(critic, batch, target, progress))
         self.steps += 1
-        for net, target_net in self.polyak_pairs:
-            polyak_update(net, target_net, self.config.tau)
+        polyak_update(self.polyak_pairs, self.config.tau)
         return lines
 
     def state_values(self, i: int, transitions: TransitionBatch, *, after: bool = False) -> Tensor:
@@ -129,6 +123,5 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
         stack.version += 1
         seats = share.sum(1).clamp(min=1e-8)
         means = {"entropy": entropy.detach(), "advantage": advantage}
-        return {"policy_loss": loss.detach(), "grad_norm": norms} | {
-            name: (share * of).sum(1) / seats for name, of in means.items()
-        }
+        metrics = {name: (share * of).sum(1) / seats for name, of in means.items()}
+        return {"policy_loss": loss.detach(), "grad_norm": norms} | metrics

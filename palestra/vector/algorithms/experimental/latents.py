@@ -36,8 +36,8 @@ def categorical_entropy(logp: Tensor) -> Tensor:
 
 
 class LatentPlayer(NetVectorPolicy):
-    """A stack at its seats, with a selector that reads the games' latents; `draw`, if given, draws those of new games
-    before every step."""
+    """A stack at its seats, with a selector that reads the games' latents; `draw`, if given, draws
+    those of new games before every step."""
 
     def __init__(self, stack: PolicyStack, selector: ActionSelector, draw: DrawLatents | None) -> None:
         versions = [stack.version] * len(stack.seat_mapping.names)
@@ -90,9 +90,9 @@ class LatentPolicy:
         return np.stack([*self.drawn, self.current])
 
     def ended_games(self, batch: RolloutBatch, features: Tensor, rewards: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the initial states [E, G], latents [E] and returns [E] of the games that ended in the rollout, from
-        its states `features` [T+1, B, G] and the team's rewards [T, B]; stores the initial states and returns so far of
-        the other games."""
+        """Returns the initial states [E, G], latents [E] and returns [E] of the games that ended in
+        the rollout, from its states `features` [T+1, B, G] and the team's rewards [T, B]; stores
+        the initial states and returns so far of the other games."""
         latent = self.latents_of(batch)
         games = len(self.current)
         if len(self.returns) != games:
@@ -112,8 +112,8 @@ class LatentPolicy:
     def loss(
         self, starts: Tensor, latents: Tensor, returns: Tensor, entropy_coef: float, total: SumOverProcesses
     ) -> Tensor:
-        """Returns the policy gradient loss on ended games (Williams, 1992), with returns normalised by running
-        statistics and an entropy bonus; 0 without games."""
+        """Returns the policy gradient loss on ended games (Williams, 1992), with returns normalised
+        by running statistics and an entropy bonus; 0 without games."""
         self.norm.update(returns[None, :, None], returns.new_ones(1, len(returns)), total)
         advantages = self.norm.normalise(returns[None, :, None])[0, :, 0]
         logp = self.net(starts[None])[0].log_softmax(-1)
@@ -127,8 +127,8 @@ class LatentPolicy:
 
     @torch.no_grad()
     def preferred_latent(self) -> int:
-        """Returns the latent with the largest mean probability over the initial states of the games being played; 0
-        before the first game."""
+        """Returns the latent with the largest mean probability over the initial states of the games
+        being played; 0 before the first game."""
         if not len(self.starts):
             return 0
         return int(self.net(self.starts[None])[0].softmax(-1).mean(0).argmax())

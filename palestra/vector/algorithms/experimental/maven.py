@@ -53,8 +53,8 @@ class MAVEN(MixingConfig):
     latents: int = Field(8, ge=2, le=1024)
     """Values of the latent that is drawn for each game: strategies that the team can commit to."""
     mi_coef: float = Field(0.1, ge=0)
-    """Weight of the mutual information between the latent and the seats' Boltzmann policies; 0: latents need not
-    differ."""
+    """Weight of the mutual information between the latent and the seats' Boltzmann policies; 0:
+    latents need not differ."""
     latent_entropy_coef: float = Field(0.1, ge=0)
     """Coefficient of the entropy bonus of the policy that draws latents; its returns are normalised."""
     latent_lr: float | None = Field(None, gt=0)
@@ -245,8 +245,8 @@ class MAVENLearner(QMIXLearner):
     def penalties(
         self, q: list[Tensor], drawn: TransitionBatch | SequenceBatch, share: Tensor, progress: float
     ) -> tuple[list[Tensor], TensorMetrics]:
-        """Takes a step of the variational network; returns each stack's loss from the bound of the mutual information,
-        and the metric `mi_loss`, the network's cross-entropy in nats."""
+        """Takes a step of the variational network; returns each stack's loss from the bound of the
+        mutual information, and the metric `mi_loss`, the network's cross-entropy in nats."""
         leaves = [values.detach().requires_grad_() for values in q]
         latent = self._latents(drawn)
         known = (share > 0).to(share.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,8 @@ class OfflineConfig(AlgorithmConfig):
     """Base config of offline learning."""
 
     data: EpisodeFiles
-    """Path of a file of episodes (.parquet) that `palestra collect` wrote, or a list of them. Each seat learns from the
-    actions recorded at it, whichever policy played them."""
+    """Path of a file of episodes (.parquet) that `palestra collect` wrote, or a list of them. Each
+    seat learns from the actions recorded at it, whichever policy played them."""
     rollout_length: int = Field(16, ge=1)
     """Env steps between updates, of every parallel game; they measure the policies and are not trained on."""
     gradient_steps: int = Field(64, ge=1)
@@ -30,8 +30,8 @@ class OfflineConfig(AlgorithmConfig):
 
 
 class DataSet(ReplayBuffer):
-    """Replay buffer of the episodes in files. Its state is the digest of the files, so that a run resumes on the same
-    data only. `options` are those of `ReplayBuffer`."""
+    """Replay buffer of the episodes in files. Its state is the digest of the files, so that a run
+    resumes on the same data only. `options` are those of `ReplayBuffer`."""
 
     def __init__(self, paths: Sequence[str], batch: RolloutBatch, **options: Any) -> None:
         super().__init__(len(batch.rewards), **options)
@@ -55,15 +55,16 @@ class OfflineLearner(NetLearner):
     """Base learner of offline learning, to be combined with a base learner that has a replay buffer."""
 
     config: OfflineConfig
+    replay_options: Callable[[], dict[str, Any]]
     is_warm = True  # there are data from the start
 
-    def data_set(self, **options: Any) -> DataSet:
-        """Reads the data and scales observations by them; `options` are those of `ReplayBuffer`. Raises ValueError if
-        they do not fit the env, or hold nothing that a policy can learn from."""
+    def build_replay(self) -> DataSet:
+        """Reads the data and scales observations by them. Raises ValueError if they do not fit the
+        env, or hold nothing that a policy can learn from."""
         batch = read_vector_episodes(self.config.data, self.env)
         if self.config.time_limit == "ends":
             batch = terminate_truncated(batch)
-        found = DataSet(self.config.data, batch, **options)
+        found = DataSet(self.config.data, batch, **self.replay_options())
         acts = found.ring.columns["agent_mask"] & found.ring.columns["known"]
         for stack in self.stacks:
             for name, seats in zip(stack.seat_mapping.names, stack.seat_mapping.seats, strict=True):

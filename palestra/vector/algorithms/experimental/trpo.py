@@ -45,8 +45,8 @@ class TRPO(ActorCriticConfig):
     cg_damping: float = Field(0.1, ge=0)
     """Multiple of the identity that is added to the Fisher matrix."""
     line_search_steps: int = Field(10, ge=1)
-    """Step sizes to try, from the largest that the bound allows to second order; a policy stays as it is if none of
-    them improves the surrogate within the bound."""
+    """Step sizes to try, from the largest that the bound allows to second order; a policy stays as
+    it is if none of them improves the surrogate within the bound."""
     backtrack: float = Field(0.8, gt=0, lt=1)
     """Ratio of a step size to the one before it."""
 
@@ -103,8 +103,8 @@ class TRPOLearner(ActorCriticLearner):
     def surrogate(
         self, stack: PolicyStack, rows: PolicyRows, bonus: float, old_outputs: Tensor | None = None
     ) -> Surrogate:
-        """Returns the surrogate of a stack's policies as they are; `old_outputs` [P, T, C, O] are those of the policies
-        before the step (None: these)."""
+        """Returns the surrogate of a stack's policies as they are; `old_outputs` [P, T, C, O] are
+        those of the policies before the step (None: these)."""
         with sdpa_kernel(SDPBackend.MATH):  # the only attention kernel that has second derivatives
             out, _ = stack.net.unroll(rows.observations, rows.recurrent_state, rows.is_first, rows.team)
         logp, entropy = stack.head.evaluate_actions(out, rows.actions, rows.action_mask)
@@ -133,8 +133,8 @@ class TRPOLearner(ActorCriticLearner):
     def _line_search(
         self, stack: PolicyStack, rows: PolicyRows, bonus: float, step: Tensor, before: Surrogate
     ) -> tuple[Surrogate, Tensor]:
-        """Moves each member by the largest of the shares 1, `backtrack`, ... of its step that improves the surrogate
-        within the bound; returns the surrogate there, and the shares [P]."""
+        """Moves each member by the largest of the shares 1, `backtrack`, ... of its step that
+        improves the surrogate within the bound; returns the surrogate there, and the shares [P]."""
         weights = stack.optimizer.flat
         start = stack.optimizer.flat.clone()
         share = torch.ones_like(before.value)
