@@ -50,7 +50,7 @@ def model_card(agent: TrainedAgent, *, base: str, licence: str | None, folder: s
         "## How to load it",
         _loading(agent, base, folder),
         "## License",
-        _licence(agent, base, licence),
+        _licence(base, licence),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -215,7 +215,7 @@ def _vllm_rank(rank: int) -> int:
     return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
 
 
-def _licence(agent: TrainedAgent, base: str, licence: str | None) -> str:
+def _licence(base: str, licence: str | None) -> str:
     if licence and base:
         return f"These weights: {licence}. The base has a license of its own."
     if licence:

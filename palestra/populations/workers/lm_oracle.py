@@ -157,7 +157,7 @@ class LanguageWorker:
                 for i in range(step * count, (step + 1) * count)
             ]
             episodes = await self.episode_runner.play_all(specs, self.config.algorithm.branching)
-            _sound(episodes, task)
+            _sound(episodes)
             metrics = await update_learner(self.config.algorithm, learner, episodes, step / steps)
             assigner.env_steps += sum(len(episode.nodes) for episode in episodes)
             if step >= int(RESULT_START * steps):
@@ -229,7 +229,7 @@ class LanguageWorker:
                 seed = derive_seed(self.seed, task.name, number, i)
                 specs.append(EpisodeSpec(seed, by_seat, seed))
         episodes = await self.episode_runner.play_all(specs, Branching())
-        _sound(episodes, task)
+        _sound(episodes)
         results = []
         for number, names in enumerate(task.cells):
             own = episodes[number * count : (number + 1) * count]
@@ -329,7 +329,7 @@ def _one(rng: random.Random, mix: Mix) -> str:
     return rng.choices(list(mix), list(mix.values()))[0]
 
 
-def _sound(episodes: Sequence[Episode], task: Task) -> None:
+def _sound(episodes: Sequence[Episode]) -> None:
     """Raises RunFailed if an episode failed: results with missing games must not pass as complete."""
     if broken := next((episode for episode in episodes if episode.error), None):
         raise RunFailed.from_traceback(f"the game of seed {broken.seed} failed: {broken.error}", broken.traceback)
