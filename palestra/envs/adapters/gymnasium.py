@@ -17,8 +17,8 @@ from palestra.core.config.user_modules import import_object
 from palestra.envs.adapters.observations import (
     ObsEncoder,
     encode_float32,
+    encode_grid,
     encode_image,
-    encode_numbers,
     encode_parts,
     encode_scaled,
     fit_in_one_array,
@@ -64,7 +64,7 @@ def obs_encoder(space: spaces.Space[Any], label: str) -> ObsEncoder:
         if len(shape) == 1 and not pixels:
             return ObsEncoder(shape, False, encode_float32)
         scale = 1 / 255 if pixels else 1.0
-        return ObsEncoder((int(np.prod(shape)),), False, partial(encode_numbers, dimensions=len(shape), scale=scale))
+        return ObsEncoder((int(np.prod(shape)),), False, partial(encode_grid, shape=shape, scale=scale))
     if isinstance(space, spaces.Text):
         raise ValueError(
             f"{label} sees {space}, a text: small networks read numbers; wrap the env so that it encodes it"
@@ -200,16 +200,16 @@ def with_action_mask(observation: spaces.Space[Any], num_actions: int) -> spaces
 
 def split_action_mask(space: spaces.Space[Any]) -> tuple[spaces.Space[Any], bool]:
     """Returns the observation space without its action mask, and whether it had one. Of a dictionary with an
-    `action_mask` this is the part `observation`, or all other parts if none is called so."""
+    `action_mask` these are all other parts, or the part `observation` if it is the only one."""
     if not isinstance(space, spaces.Dict) or "action_mask" not in space.spaces:
         return space, False
     rest = {key: part for key, part in space.spaces.items() if key != "action_mask"}
-    return rest.get("observation", spaces.Dict(rest)), True
+    return rest["observation"] if list(rest) == ["observation"] else spaces.Dict(rest), True
 
 
 def without_action_mask(value: dict[str, Any]) -> Any:
     """Returns what the encoder of the space of `split_action_mask` reads, from a dictionary with an `action_mask`."""
-    return value.get("observation", value)
+    return value["observation"] if set(value) == {"observation", "action_mask"} else value
 
 
 def can_use_action_masks(masked_spaces: Sequence[Space | None], label: str) -> bool:

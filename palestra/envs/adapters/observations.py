@@ -117,6 +117,19 @@ def encode_float32(value: Any) -> np.ndarray:
     return np.asarray(to_array(value), np.float32)
 
 
+def encode_grid(value: Any, shape: tuple[int, ...], scale: float) -> np.ndarray:
+    """Returns a value of this shape as one row float32, times `scale`. Raises ValueError for another shape, such as
+    that of the transposed array, whose numbers would be taken for others."""
+    array = encode_float32(value)
+    given = array.shape[array.ndim - len(shape) :]
+    if given != shape:
+        raise ValueError(
+            f"an observation has the shape {list(given)}, and its space says {list(shape)}: correct the "
+            "one or the other"
+        )
+    return encode_numbers(array, len(shape), scale)
+
+
 def encode_numbers(value: Any, dimensions: int, scale: float) -> np.ndarray:
     """Returns the last `dimensions` axes of a value as one row float32, times `scale`."""
     array = encode_float32(value)

@@ -6,6 +6,7 @@ A package's env is adapted to `SingleEnv`: `VectorEnvSpec` describes it, `Single
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -217,7 +218,11 @@ class SyncVectorEnv(VectorEnv):
 
     def close(self) -> None:
         for game in self.single_envs:
-            game.close()
+            try:
+                game.close()
+            except Exception as error:  # of an env of the user's: what was played and learned stays
+                kind = type(error).__name__
+                warnings.warn(f"an env could not be closed: {kind}: {error}", stacklevel=2)
 
     def _record_actions(self, actions: np.ndarray) -> None:
         """Records the actions of this step, in arrays that double in length when they are full."""
@@ -260,9 +265,14 @@ class SyncVectorEnv(VectorEnv):
         if vector_step.state is not None:
             vector_step.state[b] = step.state
         if vector_step.action_mask is not None and step.action_mask is not None:
-            for row, mask in zip(vector_step.action_mask[b], step.action_mask, strict=True):
+            for seat, mask in enumerate(step.action_mask):
                 if mask is not None:
-                    row[: len(mask)] = mask
+                    if step.agent_mask[seat] and not mask.any():
+                        raise ValueError(
+                            f'seat "{self.seats[seat]}" has to act, and its action_mask allows no action: '
+                            "allow one, or let the seat wait or end"
+                        )
+                    vector_step.action_mask[b, seat][: len(mask)] = mask
 
 
 def clip_actions(

@@ -167,12 +167,21 @@ def test_each_seat_may_have_an_action_mask_in_its_observation() -> None:
     assert frame.obs[0].tolist() == [[0], [1]]
 
 
+def test_observations_of_another_shape_are_refused() -> None:
+    encode = obs_encoder(spaces.Box(0, 9, (2, 3)), "").encode
+    assert encode(np.arange(6).reshape(2, 3)).tolist() == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(ValueError, match=r"has the shape \[3, 2\], and its space says \[2, 3\]"):
+        encode(np.arange(6).reshape(3, 2))
+
+
 def test_observation_beside_an_action_mask_may_have_several_parts() -> None:
     mask, numbers = spaces.Box(0, 1, (2,), np.int8), spaces.Box(0, 1, (3,), np.float32)
     assert split_action_mask(numbers) == (numbers, False)
     assert split_action_mask(spaces.Dict({"action_mask": mask, "observation": numbers})) == (numbers, True)
     rest, is_masked = split_action_mask(spaces.Dict({"action_mask": mask, "a": numbers, "b": spaces.Discrete(2)}))
     assert is_masked and obs_encoder(rest, "").shape == (5,)
+    both, _ = split_action_mask(spaces.Dict({"action_mask": mask, "observation": numbers, "goal": numbers}))
+    assert obs_encoder(both, "").shape == (6,)
     with pytest.raises(ValueError, match=r"x sees .* which has no part"):
         obs_encoder(split_action_mask(spaces.Dict({"action_mask": mask}))[0], "x")
 

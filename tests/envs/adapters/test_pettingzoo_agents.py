@@ -165,6 +165,89 @@ def test_all_parts_beside_an_action_mask_are_observed() -> None:
     assert frame.obs.tolist() == [[[1, 0, 0], [0, 1, 0]]]
 
 
+class Goal(Parts):
+    """A part called "observation", and another one beside it and the mask."""
+
+    def observation_space(self, agent: str) -> spaces.Space:
+        parts = super().observation_space(agent).spaces
+        return spaces.Dict({"action_mask": parts["action_mask"], "observation": parts["time"], "goal": parts["place"]})
+
+    def seen(self) -> dict[str, Any]:
+        return {
+            agent: {"action_mask": parts["action_mask"], "observation": parts["time"], "goal": parts["place"]}
+            for agent, parts in super().seen().items()
+        }
+
+
+def test_parts_beside_the_observation_are_observed_too() -> None:
+    env = SyncVectorEnv(lambda: ParallelGame(Goal()), 1)
+    assert env.observation_shapes == ((3,), (3,))
+    assert env.reset(np.array([0])).obs.tolist() == [[[1, 0, 0], [0, 1, 0]]]
+
+
+class Forbids(Parts):
+    """Allows no action."""
+
+    def seen(self) -> dict[str, Any]:
+        return {agent: parts | {"action_mask": np.zeros(2, np.int8)} for agent, parts in super().seen().items()}
+
+
+class Unpaid(Parting):
+    """Gives "late" no reward."""
+
+    def step(self, actions: dict[str, Any]) -> tuple[dict, dict, dict, dict, dict]:
+        seen, rewards, *rest = super().step(actions)
+        return seen, {"early": rewards["early"]}, *rest
+
+
+class Leaves(Parting):
+    """Ends without flags."""
+
+    def step(self, actions: dict[str, Any]) -> tuple[dict, dict, dict, dict, dict]:
+        seen, rewards, _, _, infos = super().step(actions)
+        self.agents = []
+        return seen, rewards, {}, {}, infos
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (Forbids, 'seat "early" has to act, and its action_mask allows no action'),
+        (Unpaid, "gives agent late, which acted, no reward: give it one, which may be 0"),
+        (Leaves, "drops agent (early|late) from its agents without a flag: set its termination or its truncation"),
+    ],
+)
+def test_what_an_env_leaves_out_is_not_assumed(env: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        games = SyncVectorEnv(lambda: ParallelGame(env()), 1)
+        games.reset(np.array([0]))
+        games.step(np.zeros((1, 2), np.int32))
+
+
+class WithoutInfos(Parting):
+    """Gives None instead of infos."""
+
+    def reset(self, seed: int | None = None, options: Any = None) -> tuple[dict, dict]:
+        return super().reset(seed, options)[0], dict.fromkeys(self.agents)
+
+
+def test_infos_may_be_none() -> None:
+    assert SyncVectorEnv(lambda: ParallelGame(WithoutInfos()), 1).reset(np.array([0])).agent_mask.all()
+
+
+class FailsToClose(Parting):
+    """Raises an error when it is closed."""
+
+    def close(self) -> None:
+        raise OSError("no display")
+
+
+def test_an_env_that_cannot_be_closed_is_named() -> None:
+    env = SyncVectorEnv(lambda: ParallelGame(FailsToClose()), 2)
+    with pytest.warns(UserWarning, match="an env could not be closed: OSError: no display"):
+        env.close()
+
+
 class GainsMasks(Parting):
     """Gives action masks in the infos of steps only."""
 

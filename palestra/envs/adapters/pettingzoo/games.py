@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -61,7 +61,7 @@ class _PettingZooGame:
         masked_spaces = [
             choice.space
             for agent, is_masked, choice in zip(self.agents, self.has_dict_obs, self.action_decoders, strict=True)
-            if is_masked or "action_mask" in infos.get(agent, ())
+            if is_masked or "action_mask" in _info(infos, agent)
         ]
         self.spec = VectorEnvSpec(
             tuple(str(agent) for agent in self.agents),
@@ -197,6 +197,11 @@ class _PettingZooGame:
         self.env.close()
 
 
+def _info(infos: Mapping[Any, Any], agent: Any) -> Mapping[str, Any]:
+    """Returns the info of an agent, empty if the env gives it none (or None)."""
+    return infos.get(agent) or {}
+
+
 def _state_size(env: Any) -> int:
     """Returns the length of the global state of an env after its reset, since some envs have no
     `state_space`; 0 if it has no one-dimensional state."""
@@ -243,6 +248,7 @@ class ParallelGame(_PettingZooGame):
         terminated = self.flags(terminated, "terminates")
         truncated = self.flags(truncated, "truncates")
         self.check_unpaid({agent: rewards[agent] for agent in self.terminated_agents if agent in rewards})
+        self._check_given(live, rewards, {agent for agent, flag in (*terminated.items(), *truncated.items()) if flag})
         left = {agent for agent in self.env.agents if not (terminated.get(agent, False) or truncated.get(agent, False))}
         live = left.intersection(seen) or left - self.terminated_agents - self.truncated_agents
         self.check_ended_stay_away(live)
@@ -251,6 +257,17 @@ class ParallelGame(_PettingZooGame):
         step.rewards = [to_reward(rewards.get(agent, 0.0), str(agent)) for agent in self.agents]
         self.write_ends(step, over=not live)
         return step
+
+    def _check_given(self, acted: Collection[Any], rewards: Collection[Any], ended: Collection[Any]) -> None:
+        """Raises ValueError if an agent that acted gets no reward, or is gone and has not ended."""
+        for agent in acted:
+            if agent not in rewards:
+                raise ValueError(f"{self.env} gives agent {agent}, which acted, no reward: give it one, which may be 0")
+            if agent not in ended and agent not in self.env.agents:
+                raise ValueError(
+                    f"{self.env} drops agent {agent} from its agents without a flag: set its termination or its "
+                    "truncation to True in that step"
+                )
 
     def _build_step(self, seen: dict[Any, Any], infos: dict[Any, dict[str, Any]], live: set[Any]) -> SingleStep:
         """Builds the result of a step; `live_agents` are the agents that act next. Optimised: it
@@ -263,11 +280,11 @@ class ParallelGame(_PettingZooGame):
             if agent not in seen or (seen[agent] is None and agent in self.terminated_agents):
                 continue
             if self.has_plain_obs and seen[agent] is not None:
-                if "action_mask" in infos.get(agent, ()):
+                if "action_mask" in _info(infos, agent):
                     refuse_late_mask(str(self.env))
                 observations[seat] = self.obs_encoders[seat].encode(seen[agent])
             else:
-                observations[seat], action_mask[seat] = self.encode_seat(seat, seen[agent], infos.get(agent, {}))
+                observations[seat], action_mask[seat] = self.encode_seat(seat, seen[agent], _info(infos, agent))
         return self.single_step(observations, [agent in live for agent in self.agents], action_mask)
 
 
@@ -358,7 +375,7 @@ class AECGame(_PettingZooGame):
         action_mask: list[np.ndarray | None] = [None] * len(self.agents)
         for agent in observed:
             seat = self.seat_numbers[agent]
-            info = infos.get(agent, {})
+            info = _info(infos, agent)
             observations[seat], action_mask[seat] = self.encode_seat(seat, self.env.observe(agent), info)
         return self.single_step(observations, [agent == selected for agent in self.agents], action_mask)
 
