@@ -42,7 +42,8 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.append(str(Path(__file__).parents[1]))
-from results.ledger import absent, commit, finish, processor
+from palestra.core.processor import processor
+from results.ledger import absent, commit, finish
 
 TARGETS = {
     "native_vs_rllib": 40.0,

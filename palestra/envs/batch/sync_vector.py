@@ -267,7 +267,7 @@ class SyncVectorEnv(VectorEnv):
         if vector_step.action_mask is not None and step.action_mask is not None:
             for seat, mask in enumerate(step.action_mask):
                 if mask is not None:
-                    if step.agent_mask[seat] and not mask.any():
+                    if vector_step.agent_mask[b, seat] and not mask.any():
                         raise ValueError(
                             f'seat "{self.seats[seat]}" has to act, and its action_mask allows no action: '
                             "allow one, or let the seat wait or end"

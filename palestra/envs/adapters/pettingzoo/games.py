@@ -111,7 +111,7 @@ class _PettingZooGame:
                     "let it stay until then, with an action without effect"
                 )
 
-    def encode_seat(self, seat: int, seen: Any, info: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
+    def encode_seat(self, seat: int, seen: Any, info: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns observation and action mask (None if the env has no masks) of one seat."""
         if seen is None:
             raise ValueError(
