@@ -63,7 +63,6 @@ PAID = {
     "parallel": (pettingzoo_env(""), {"a": LENGTH, "b": LENGTH}),
     "parallel, array of one number as reward": (pettingzoo_env("array of one number"), {"a": LENGTH, "b": LENGTH}),
     "parallel, no observation in one step": (pettingzoo_env("empty"), {"a": LENGTH - 1, "b": LENGTH - 1}),
-    "parallel, ends without flags": (pettingzoo_env("silent end"), {"a": LENGTH, "b": LENGTH}),
     "parallel, b comes in step 3": (pettingzoo_env("late"), {"a": LENGTH, "b": LENGTH - 3}),
     "parallel, observations of absent agents": (pettingzoo_env("all observed"), {"a": LENGTH, "b": LENGTH - 3}),
     "parallel, None for an agent that died": (pettingzoo_env("b dies unseen"), {"a": LENGTH, "b": 3}),
@@ -105,6 +104,10 @@ REFUSED = {
     "parallel, no legal action": (
         pettingzoo_env("no legal action"),
         'lets seat "b" act in game 0 and gives it no legal',
+    ),
+    "parallel, ends without flags": (
+        pettingzoo_env("silent end"),
+        "drops agent (a|b) from its agents without a flag: set its termination or its truncation to True",
     ),
     "parallel, nobody after reset": (
         pettingzoo_env("nobody at first"),

@@ -265,14 +265,9 @@ class SyncVectorEnv(VectorEnv):
         if vector_step.state is not None:
             vector_step.state[b] = step.state
         if vector_step.action_mask is not None and step.action_mask is not None:
-            for seat, mask in enumerate(step.action_mask):
+            for row, mask in zip(vector_step.action_mask[b], step.action_mask, strict=True):
                 if mask is not None:
-                    if vector_step.agent_mask[b, seat] and not mask.any():
-                        raise ValueError(
-                            f'seat "{self.seats[seat]}" has to act, and its action_mask allows no action: '
-                            "allow one, or let the seat wait or end"
-                        )
-                    vector_step.action_mask[b, seat][: len(mask)] = mask
+                    row[: len(mask)] = mask
 
 
 def clip_actions(

@@ -185,13 +185,6 @@ def test_parts_beside_the_observation_are_observed_too() -> None:
     assert env.reset(np.array([0])).obs.tolist() == [[[1, 0, 0], [0, 1, 0]]]
 
 
-class Forbids(Parts):
-    """Allows no action."""
-
-    def seen(self) -> dict[str, Any]:
-        return {agent: parts | {"action_mask": np.zeros(2, np.int8)} for agent, parts in super().seen().items()}
-
-
 class Unpaid(Parting):
     """Gives "late" no reward."""
 
@@ -200,27 +193,10 @@ class Unpaid(Parting):
         return seen, {"early": rewards["early"]}, *rest
 
 
-class Leaves(Parting):
-    """Ends without flags."""
-
-    def step(self, actions: dict[str, Any]) -> tuple[dict, dict, dict, dict, dict]:
-        seen, rewards, _, _, infos = super().step(actions)
-        self.agents = []
-        return seen, rewards, {}, {}, infos
-
-
-@pytest.mark.parametrize(
-    ("env", "message"),
-    [
-        (Forbids, 'seat "early" has to act, and its action_mask allows no action'),
-        (Unpaid, "gives agent late, which acted, no reward: give it one, which may be 0"),
-        (Leaves, "drops agent (early|late) from its agents without a flag: set its termination or its truncation"),
-    ],
-)
-def test_what_an_env_leaves_out_is_not_assumed(env: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        games = SyncVectorEnv(lambda: ParallelGame(env()), 1)
-        games.reset(np.array([0]))
+def test_an_agent_that_acted_and_gets_no_reward_is_refused() -> None:
+    games = SyncVectorEnv(lambda: ParallelGame(Unpaid()), 1)
+    games.reset(np.array([0]))
+    with pytest.raises(ValueError, match="gives agent late, which acted, no reward: give it one, which may be 0"):
         games.step(np.zeros((1, 2), np.int32))
 
 

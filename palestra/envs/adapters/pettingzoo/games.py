@@ -259,9 +259,9 @@ class ParallelGame(_PettingZooGame):
         return step
 
     def _check_given(self, acted: Collection[Any], rewards: Collection[Any], ended: Collection[Any]) -> None:
-        """Raises ValueError if an agent that acted gets no reward, or is gone and has not ended."""
+        """Raises ValueError if an agent that acted gets no reward and others do, or it is gone and has not ended."""
         for agent in acted:
-            if agent not in rewards:
+            if rewards and agent not in rewards:
                 raise ValueError(f"{self.env} gives agent {agent}, which acted, no reward: give it one, which may be 0")
             if agent not in ended and agent not in self.env.agents:
                 raise ValueError(
