@@ -138,7 +138,7 @@ TYPED = {
     "train mine.yaml --set policies.default.type=lorra": "did you mean lora?",
     "train mine.yaml --set sinks=[wandbb]": "unknown sinks[0].type 'wandbb': did you mean wandb?",
     # values
-    "train mine.yaml --set steps=": "steps: should be a valid integer, not None",
+    "train mine.yaml --set steps=": "the setting 'steps=' has no value: write null",
     "train mine.yaml --set episodes=3.5": "episodes: should be a valid integer, got a number with a fractional part",
     "train mine.yaml --set policies.default.lr=abc": "policies.default.lr: should be a valid number",
     "train mine.yaml --set policies.default.sampling.temperature=-1": "should be greater than or equal to 0, not -1",

@@ -556,6 +556,7 @@ def test_a_root_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 OWN_FILES = {
     "api/agents/serve.py": "the key of the operator",
     "api/agents/model_files.py": "the standard input of a process",
+    "evaluation/report/html.py": "the style sheet of the package",
     "runs/run.py": "after `Run` has checked the folder",
     "runs/system_metrics.py": "the system's",
 }
