@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import random
+import warnings
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any, Self
@@ -92,7 +93,8 @@ class RemoteEnv(Env):
         return self._noted(step)
 
     def instance_of(self, seed: int) -> Any:
-        """Returns what the server's env identified the seed's instance by when `reset` opened it, before the seed."""
+        """Returns what the server's env identified the seed's instance by when `reset` opened it. Before that, and with
+        a server that does not say it, the seed."""
         is_open = self._seed is not None and read_value(self._seed) == seed
         return self._instance if is_open and self._instance is not None else seed
 
@@ -183,8 +185,7 @@ class RemoteEnv(Env):
             if reply.fault.why == pb.Fault.DRAINING:
                 connection.draining = True
                 continue
-            if reply.HasField("instance"):
-                self._instance = read_value(reply.instance)
+            self._take_instance(reply, connection.address)
             if reply.HasField("fault"):
                 raise _raised(reply.fault, connection.address)
             self._compare(reply.opened.steps, why)
@@ -193,6 +194,16 @@ class RemoteEnv(Env):
             f"env {self._name} lost its server {MAX_LOST_SERVERS} times in a row, {len(actions)} joint steps into an "
             f"instance. That step may bring servers down, or take longer than the deadline: {why}"
         )
+
+    def _take_instance(self, reply: pb.Reply, address: str) -> None:
+        if reply.HasField("instance"):
+            self._instance = read_value(reply.instance)
+        elif reply.HasField("opened"):
+            warnings.warn(
+                f"the env server at {address} is older and does not say which instance a seed gives: intervals count "
+                "seeds. Start it with this version of palestra",
+                stacklevel=2,
+            )
 
     def _note(self, why: str = "", **figures: float) -> None:
         if self._connection:
