@@ -87,10 +87,10 @@ def test_command_line_supports_local_and_remote_envs(base, tmp_path):
         finish(remote)
         assert_same(here, there)
         asked = ["eval", str(there), "--episodes", "5", "--json"]
-        figures = [json.loads(CliRunner().invoke(app, [*asked, *more]).stdout) for more in ([], ["--env", "at="])]
+        figures = [json.loads(CliRunner().invoke(app, [*asked, *more]).stdout) for more in ([], ["--env", "at=null"])]
         assert figures[0] == figures[1]
         seats = ["--seats", "player_0=expert", "--seats", "player_1=expert", "--episodes", "3"]
-        for name, place in (("a", "at="), ("b", f"at={server.address}")):
+        for name, place in (("a", "at=null"), ("b", f"at={server.address}")):
             out = str(tmp_path / f"{name}.parquet")
             done = CliRunner().invoke(app, ["collect", "text_tic_tac_toe", "--out", out, *seats, "--env", place])
             assert done.exit_code == 0, done.output
