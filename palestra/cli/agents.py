@@ -69,6 +69,8 @@ def publish(  # noqa: PLR0913 - a parameter for each option
             raise ValueError(
                 f"{run} has {len(agents)} agents: pass --member {'|'.join(agent.name for agent in agents)}"
             )
+        if greedy:
+            raise ValueError("--greedy is for a table of a game (--out NAME.json); weights are published as they are")
         address = create_hub_repo(hub, private or None) if hub else None  # before the work of a merge
         write(agents[0], out, merge=merge, base_name=base_name, licence=licence)
         print_line(f"{out}: {agents[0].versioned_name}, {'merged into its base' if merge else agents[0].kind}")

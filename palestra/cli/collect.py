@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,14 +33,16 @@ def collect(  # noqa: PLR0913 - a parameter for each option
     seats: SeatsOption = None,
     env: EnvOption = None,
     episodes: Annotated[
-        int, typer.Option(min=1, help="episodes to play; for vector envs see --num-envs and --steps")
-    ] = 300,
+        int | None, typer.Option(min=1, help="episodes to play, 300 by default; for vector envs see --num-envs")
+    ] = None,
     min_return: Annotated[
         float | None, typer.Option(help="keep episodes of at least this return: the team's plus the seats' mean")
     ] = None,
     successes: Annotated[bool, typer.Option("--successes", help="keep only episodes that were a success")] = False,
-    num_envs: Annotated[int, typer.Option(min=1, help="parallel copies of a vector env")] = 16,
-    steps: Annotated[int, typer.Option(min=1, help="joint steps per env copy")] = 500,
+    num_envs: Annotated[int | None, typer.Option(min=1, help="parallel copies of a vector env, 16 by default")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="joint steps per copy of a vector env, 500 by default")
+    ] = None,
     temperature: TemperatureOption = None,
     checkpoint: CheckpointOption = None,
     seed: int = 0,
@@ -61,19 +64,29 @@ def collect(  # noqa: PLR0913 - a parameter for each option
 
         if out.suffix not in (".parquet", ""):
             raise ValueError(f"--out {out}: episodes are written as Parquet: name it {out.with_suffix('.parquet')}")
-        if find_target(what, step=checkpoint).is_vector:
-            from palestra.evaluation.vector import collect_vector_episodes as record_games
+        changes = parse_settings(env)
+        target = find_target(what, changes, checkpoint)
+        if target.is_vector:
+            from palestra.evaluation.vector import collect_vector_episodes
 
-            options: dict[str, Any] = {"num_envs": num_envs, "steps": steps, "checkpoint": checkpoint, "seed": seed}
-            policy_names = record_games(what, out, parse_seats(seats), greedy=temperature == 0, **options)
-            amount = f"{num_envs * steps} joint steps"
+            only_text = {"--episodes": episodes, "--min-return": min_return, "--successes": successes}
+            _refuse_given(only_text | {"--in-process": in_process}, "the episodes of text envs", "--num-envs, --steps")
+            if temperature not in (None, 0):
+                raise ValueError("networks play as trained, or with --temperature 0 their most probable action")
+            size = {"num_envs": num_envs or 16, "steps": steps or 500}
+            greedy = temperature == 0
+            policy_names = collect_vector_episodes(
+                target, out, changes, parse_seats(seats), greedy=greedy, seed=seed, **size
+            )
+            amount = f"{size['num_envs'] * size['steps']} joint steps"
         else:
             from palestra.evaluation.collect import EpisodeFilter
             from palestra.evaluation.text import open_text_eval
 
-            changes = parse_settings(env)
+            _refuse_given({"--num-envs": num_envs, "--steps": steps}, "vector envs", "--episodes")
+            episodes = episodes or 300
             setup = open_text_eval(
-                find_target(what, changes, checkpoint),
+                target,
                 changes,
                 parse_seats(seats),
                 split="train",
@@ -84,6 +97,12 @@ def collect(  # noqa: PLR0913 - a parameter for each option
             policy_names, metrics = _collect_with_progress(setup, out, episodes, seed, keep)
             amount = f"{metrics['kept']} of {episodes} episodes"
     print_line(f"{out}: {amount} of {', '.join(f'{seat}={name}' for seat, name in policy_names.items())}")
+
+
+def _refuse_given(options: Mapping[str, object], what: str, instead: str) -> None:
+    """Raises ValueError for an option that was given, and is only for what `what` names."""
+    if given := [name for name, value in options.items() if value not in (None, False)]:
+        raise ValueError(f"{given[0]} is for {what}: leave it out; there are {instead}")
 
 
 def _collect_with_progress(

@@ -157,7 +157,8 @@ def load_policy(name: str, seat: Seat = "", *, target: Target, engines: Engines,
     if name.startswith(("http://", "https://")):
         url, _, model = name.partition("#")
         key_env = "OPENAI_API_KEY" if "OPENAI_API_KEY" in os.environ else None
-        return EndpointPolicy(model, EndpointConfig(url=url, model=model, key_env=key_env))
+        asked = {key: sampling[key] for key in ("temperature", "top_p", "max_tokens") if key in sampling}
+        return EndpointPolicy(model, EndpointConfig(url=url, model=model, key_env=key_env, **asked))
     target, name = target.find_policy(name)
     config = _config_of(target)
     if name in BUILTIN_POLICIES and name not in config.policies:

@@ -17,7 +17,7 @@ from palestra.core.seeding import derive_seed
 from palestra.core.types import Seat
 from palestra.envs import VectorEnv
 from palestra.evaluation.game_policy import nash_conv_metrics, policy_table
-from palestra.evaluation.target import EvalResult, OnProgress, Target, assign_seats, find_target
+from palestra.evaluation.target import EvalResult, OnProgress, Target, assign_seats
 from palestra.vector.build.build import group_teams, make_fixed_player, policy_by_seat, team_by_seat
 from palestra.vector.build.envs import make_vector_env, seed_notes
 from palestra.vector.config import RandomActionsConfig, ScriptConfig, VectorConfig
@@ -117,21 +117,21 @@ def common_eval_options(config: VectorConfig) -> dict[str, Any]:
 
 
 def collect_vector_episodes(
-    what: str | Path,
+    target: Target,
     out: Path,
+    env: Mapping[str, Any],
     seats: Mapping[str, str],
     *,
     num_envs: int,
     steps: int,
     greedy: bool,
-    checkpoint: int | None,
     seed: int,
 ) -> dict[Seat, str]:
     """Records `steps` joint steps of `num_envs` parallel games as Parquet, for imitation and offline learning; returns
-    the policy at each seat. Env options are those of training, seeds differ from those of evaluations. See `evaluate`
-    for other arguments and errors."""
-    target = find_target(what, None, checkpoint)
-    with open_vector_eval(target, target.tree["env"], seats, num_envs=num_envs, greedy=greedy) as setup:
+    the policy at each seat. Env options are those of training with the changes `env`, seeds differ from those of
+    evaluations. See `evaluate` for other arguments and errors."""
+    options = {**target.tree["env"], **env}
+    with open_vector_eval(target, options, seats, num_envs=num_envs, greedy=greedy) as setup:
         players = setup.players(setup.policy_names)
         first_seed = derive_seed(seed, "collect") >> 1 | 1 << 33
         record_vector_episodes(setup.env, players, steps, out, seed=first_seed)

@@ -104,18 +104,27 @@ def read_episodes(path: str | Path) -> pa.Table:
 
 def load_episodes(path: str | Path) -> list[Episode]:
     """Returns the episodes of a file as they were written: trees, and token arrays (`prompt_ids`, `token_ids` int32,
-    `logprobs` float32, 1-D). Raises ValueError if the file is not one."""
-    episodes: dict[int, Episode] = {}
-    shared: dict[tuple[int, int | None, Seat, int], Answer] = {}
+    `logprobs` float32, 1-D). Raises ValueError if the file is not one, or rows of an episode are missing or belong to
+    another one of the same number."""
+    episodes: dict[tuple[int, int], Episode] = {}
+    shared: dict[tuple[tuple[int, int], int | None, Seat, int], Answer] = {}
+    last: tuple[int, int] | None = None
     for row in _read_rows(read_episodes(path)):
-        if row["episode"] not in episodes:
+        number = (row["step"], row["episode"])
+        if number in episodes and number != last:
+            raise ValueError(
+                f"{path} has episode {row['episode']} twice: number the episodes of joined files one after the other, "
+                "or keep the files apart"
+            )
+        last = number
+        if number not in episodes:
             seats = json.loads(row["seats"])
             failure = {name: row[name] for name in ("error", "traceback")}
-            episodes[row["episode"]] = Episode(row["env"], row["seed"], seats, **failure, picture=row["picture"] or "")
+            episodes[number] = Episode(row["env"], row["seed"], seats, **failure, picture=row["picture"] or "")
         if row["node"] is not None:
-            node = _add(episodes[row["episode"]], row)
+            node = _add(episodes[number], row, path)
             if row["draw"] is not None:
-                key = (row["episode"], node.parent, row["seat"], row["draw"])
+                key = (number, node.parent, row["seat"], row["draw"])
                 node.answers[row["seat"]] = shared.setdefault(key, node.answers[row["seat"]])
     return list(episodes.values())
 
@@ -239,9 +248,15 @@ def _read_observation(row: dict[str, Any]) -> Any:
     return found
 
 
-def _add(episode: Episode, row: dict[str, Any]) -> Node:
-    """Adds one row to the tree, and creates its node if the row is the node's first. Returns the node."""
+def _add(episode: Episode, row: dict[str, Any], path: str | Path) -> Node:
+    """Adds one row to the tree, and creates its node if the row is the node's first. Returns the node. Raises
+    ValueError if nodes before it are missing."""
     if not episode.nodes or episode.nodes[-1].id != row["node"]:
+        if row["node"] != len(episode.nodes) or not (row["parent"] is None or 0 <= row["parent"] < row["node"]):
+            raise ValueError(
+                f"rows of episode {row['episode']} are missing in {path}, or in another order: keep or drop whole "
+                "episodes, or number those of joined files one after the other"
+            )
         fields = {name: row[name] for name in ("parent", "depth", "team_reward", "chosen", "done", "truncated")}
         fields |= {"info": json.loads(row["info"]), "error": row["node_error"]}
         episode.nodes.append(Node(row["node"], observations={}, answers={}, **fields))

@@ -2,6 +2,7 @@
 
 import json
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from helpers.command_line import invoke
@@ -177,6 +178,29 @@ def test_collect_is_deterministic(config, tmp_path):
     for out in (one, two):
         invoke("collect", config, "--out", out, "--episodes", 3)
     assert read_episodes(one).equals(read_episodes(two))
+
+
+def test_collect_from_a_vector_env_heeds_its_options(tmp_path):
+    out = tmp_path / "games.parquet"
+    arguments = ("collect", "matrix", "--seats", "*=random", "--out", out, "--num-envs", 2, "--steps", 40)
+    for game, rewards in (("penalty", {-100.0, 0.0, 2.0, 10.0}), ("rock_paper_scissors", {-1.0, 0.0, 1.0})):
+        done = invoke(*arguments, "--env", f"game={game}")
+        assert done.exit_code == 0 and "80 joint steps" in plain(done.output), done.output
+        assert {*pq.read_table(out).column("reward").drop_null().to_pylist()} == rewards
+    for options, message in (
+        (("--env", "bogus=1"), "bogus"),
+        (("--successes",), "--successes is for the episodes of text envs: leave it out; there are --num-envs, --steps"),
+        (("--min-return", 9), "--min-return is for the episodes of text envs"),
+        (("--episodes", 9), "--episodes is for the episodes of text envs"),
+        (("--in-process",), "--in-process is for the episodes of text envs"),
+        (("--temperature", 0.3), "networks play as trained, or with --temperature 0"),
+    ):
+        done = invoke(*arguments, *options)
+        assert done.exit_code == 2 and message in plain(done.output), done.output
+    done = invoke("collect", "text_kuhn", "--seats", "*=random", "--out", out, "--steps", 9)
+    assert done.exit_code == 2 and "--steps is for vector envs: leave it out; there are --episodes" in plain(
+        done.output
+    )
 
 
 # ---- play

@@ -162,6 +162,7 @@ def test_a_comparison_without_a_verdict_fails(config: Path) -> None:
 def test_a_language_model_judges_with_its_own_sampling_and_role(config: Path) -> None:
     """The judge is made from a policy with one-token answers and another role."""
     with open_eval(str(config), {}, {}, 1, {"sampling": {"temperature": 0.5}}) as setup:
+        assert setup.load_policy("http://127.0.0.1:1/v1#m").config.temperature == 0.5
         base = setup.load_policy("base")
         judge = as_judge(base)
         assert isinstance(base, LanguagePolicy) and base.sampling.max_tokens == 1 and base.sampling.stop == ("e",)

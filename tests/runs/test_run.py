@@ -14,6 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 
 from palestra.core.files import DamagedFile, JsonlWriter, atomic_write, checksum, filter_lines
@@ -122,6 +125,25 @@ def test_empty_and_foreign_episode_files_are_handled(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_text("hello")
     with pytest.raises(ValueError, match=r"cannot read episodes from .*x\.parquet"):
         read_episodes(tmp_path / "x.parquet")
+
+
+def test_joined_and_filtered_files_are_refused(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        run.write_episodes(0, [episode(1), episode(2)])
+        (file,) = (run.path / "episodes").iterdir()
+    table = read_episodes(file)
+    path = tmp_path / "changed.parquet"
+    numbers = pa.array(table.column("episode").to_numpy() + 2, pa.int32())
+    later = table.set_column(table.column_names.index("episode"), "episode", numbers)
+    pq.write_table(pa.concat_tables([table, later]), path)
+    assert [found.seed for found in load_episodes(path)] == [1, 2, 1, 2]
+    for changed, message in (
+        (pa.concat_tables([table, table]), "has episode 0 twice: number the episodes of joined files"),
+        (table.filter(pc.not_equal(table.column("node"), 0)), "rows of episode 0 are missing in .*keep or drop whole"),
+    ):
+        pq.write_table(changed, path)
+        with pytest.raises(ValueError, match=message):
+            load_episodes(path)
 
 
 def test_unrecordable_observation_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -106,7 +106,13 @@ def find_agents(path: Path, names: Sequence[str] = (), step: int | None = None) 
     if not path.exists():
         raise ValueError(f"there is no run and no published agent at {path}")
     if path.is_dir() and not (path / CONFIG_FILE).exists():
-        return [open_published(path)]
+        agent = open_published(path)
+        if step is not None or any(name != agent.name for name in names):
+            raise ValueError(
+                f"{path} is a published agent, {agent.name}, of one version: leave out --member and --checkpoint, or "
+                "name the run"
+            )
+        return [agent]
     tree = load(find_run(path) / CONFIG_FILE)
     agents = _members(path, tree) if "population" in tree else _policies(path, tree, step)
     if unknown := [name for name in names if name not in agents]:

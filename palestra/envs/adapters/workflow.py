@@ -26,30 +26,36 @@ from typing import IO, Any, ClassVar, Self
 
 from palestra.core.chat import same_message
 from palestra.core.config import load_object
+from palestra.core.files import parse_json
 from palestra.core.http.answer_form import AnswerForm
 from palestra.core.http.calls import CallRefused, ChatCall, ChatReply, assistant_message
 from palestra.core.http.chat_server import ChatSession
+from palestra.core.plain_values import short_repr
 from palestra.core.types import Answer, Seat, Step
 from palestra.core.user_functions import check_function
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import Terms, terms_info, total_rewards
+from palestra.envs.step_values import number
 from palestra.envs.support.options import check_range
 from palestra.envs.support.splits import Split
 from palestra.parallel.processes import exit_reason
 
 PROGRAM_TERM = "program"  # the term of a reward that the program gives no name
+PRINTED = ("rewards", "team", "success")  # keys of the last line of a command; others are info
+MISSPELT = {"reward", "rewards", "team", "team_reward", "team_rewards", "success", "successes", "succeeded"}
 OUTPUT_TAIL_CHARS = 2000  # characters of a failed command's output quoted in the error
 
 
 @dataclass(frozen=True)
 class WorkflowResult:
-    """Result of an episode: rewards by seat, the team reward, success (of opponents: by seat), and extra info. A seat's
+    """Result of an episode: rewards by seat, the team reward, success (true, false or a number from 0 to 1; of
+    opponents: by seat; None: the program does not say), and extra info. A seat's
     reward is a number, or several by name, its terms (envs/reward_terms.py): `{"solver": {"correct": 1.0, "form":
     -0.1}}`."""
 
     rewards: Mapping[Seat, float | Terms] = field(default_factory=dict)
     team_reward: float = 0.0
-    success: bool | Mapping[Seat, bool] = False
+    success: bool | float | Mapping[Seat, bool | float] | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -193,10 +199,12 @@ class Workflow(Env):
         for seat, reward in score.rewards.items():
             terms.setdefault(seat, {})
             for name, value in reward.items() if isinstance(reward, Mapping) else [(PROGRAM_TERM, reward)]:
-                _add_term(terms, seat, name, float(value))
-        success = dict(score.success) if isinstance(score.success, Mapping) else bool(score.success)
-        info = {**score.info, "success": success} | terms_info(terms)
-        return Step({}, total_rewards(terms), float(score.team_reward), info=info)
+                _add_term(terms, seat, name, _number(value, f"the reward of {seat}"))
+        info = dict(score.info)
+        if score.success is not None:
+            info["success"] = score.success
+        team = _number(score.team_reward, "the team's reward")
+        return Step({}, total_rewards(terms), team, info=info | terms_info(terms))
 
     def _check(self, earlier: Mapping[Seat, tuple[ChatCall, ChatReply]]) -> None:
         before = {seat: asked.chat for seat, (asked, _) in earlier.items()}
@@ -385,13 +393,16 @@ class _ProgramRun:
         if self.process.returncode:
             raise ValueError(f"{command[0]} ended with {exit_reason(self.process.returncode)}: {errors}")
         try:
-            last = json.loads(out.strip().splitlines()[-1])
-            return WorkflowResult(last.pop("rewards", {}), last.pop("team", 0.0), last.pop("success", False), last)
+            last = parse_json(out.strip().splitlines()[-1])
+            misspelt = [key for key in last.keys() - set(PRINTED) if key.lower() in MISSPELT]
         except (IndexError, ValueError, AttributeError) as error:
             raise ValueError(
                 f'{command[0]} must print {{"rewards": {{...}}}} as its last line; it printed '
                 f"{out[-OUTPUT_TAIL_CHARS:]!r}"
             ) from error
+        if misspelt:
+            raise ValueError(f"{command[0]} prints {misspelt[0]!r}: the keys are {', '.join(PRINTED)}")
+        return WorkflowResult(last.pop("rewards", None) or {}, last.pop("team", 0.0), last.pop("success", None), last)
 
 
 def _reply(action: Any) -> ChatReply:
@@ -416,6 +427,13 @@ def _check_forms(turn: Mapping[Seat, tuple[ChatCall, ChatReply]]) -> dict[str, A
         return {}
     broken = {seat: reason for seat, reason in reasons.items() if reason}
     return {"invalid": {seat: seat in broken for seat in reasons}, "why_invalid": broken}
+
+
+def _number(value: Any, what: str) -> float:
+    """Returns a number of a program's result as a float. Raises ValueError for texts and others."""
+    if (found := number(value)) is None:
+        raise ValueError(f"{what} is {short_repr(value)}, which is not a number: give one")
+    return found
 
 
 def _add_term(terms: dict[Seat, dict[str, float]], seat: Seat, name: str, reward: float) -> None:

@@ -52,6 +52,12 @@ class Policy(Protocol):
         ...
 
 
+def observation_text(observation: Any) -> str:
+    """Returns what a prompt shows of an observation; an array is shown as it is stored, as a list of all numbers, of
+    which NumPy's own text leaves out the middle."""
+    return str(observation.tolist() if hasattr(observation, "tolist") else observation)
+
+
 def chat_messages(query: Query, system: str | None = None, *, thoughts: bool = False) -> list[Message]:
     """Returns the chat messages of `query`: role as system message, earlier turns (with their `thoughts`),
     observation."""
@@ -59,6 +65,6 @@ def chat_messages(query: Query, system: str | None = None, *, thoughts: bool = F
     messages = [{"role": "system", "content": role}] if role else []
     for observation, answer in query.history:
         thought = {"reasoning_content": answer.thought} if thoughts and answer.thought else {}
-        messages.append({"role": "user", "content": str(observation)})
+        messages.append({"role": "user", "content": observation_text(observation)})
         messages.append({"role": "assistant", "content": answer.text, **thought})
-    return [*messages, {"role": "user", "content": str(query.observation)}]
+    return [*messages, {"role": "user", "content": observation_text(query.observation)}]

@@ -23,7 +23,7 @@ from palestra.engine.conversation.encoder import NO_TOKENS, ChatEncoder
 from palestra.engine.lora.adapters import Snapshot
 from palestra.engine.sampling.request import Completion, Request
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.text.policies.base import Query, chat_messages
+from palestra.text.policies.base import Query, chat_messages, observation_text
 from palestra.text.policies.context import ContextConfig
 from palestra.text.policies.thinking_budget import first_part, join_parts, second_part
 
@@ -246,7 +246,7 @@ class LanguagePolicy:
                 if new and len(answer.token_ids):
                     return i, new
         elif self.history == "conversation" and query.history:
-            return len(query.history) - 1, [{"role": "user", "content": str(seen)}]
+            return len(query.history) - 1, [{"role": "user", "content": observation_text(seen)}]
         return None, ()
 
     def encode_demonstration(self, query: Query, text: str, stop_reason: str = "stop", thought: str = "") -> Answer:

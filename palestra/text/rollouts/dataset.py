@@ -23,7 +23,7 @@ from palestra.core.types import Answer, Episode, Node, Seat
 from palestra.envs.support.row_reader import SUFFIXES, data_files, is_saved_dataset, read_rows
 from palestra.runs import find_run
 from palestra.runs.episodes import load_episodes
-from palestra.text.rollouts.trl_format import episode_from_row, unused_columns
+from palestra.text.rollouts.trl_format import check_labels, episode_from_row, unused_columns
 
 
 class DataConfig(StrictModel):
@@ -135,6 +135,7 @@ def _read(file: Path, entry: DataConfig, seat: Seat | None) -> DataFile:
     if seat is None:
         raise ValueError(f"{file} is a table, and several seats are played: name the seat of its answers, seat: NAME")
     table = read_rows(file)
+    check_labels(table, str(file))
     rows = [episode_from_row(row, number, seat, str(file)) for number, row in enumerate(table)]
     return DataFile(str(file), rows, False, entry.tokens, entry.too_long, tuple(unused_columns(table)))
 

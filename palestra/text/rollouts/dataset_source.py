@@ -36,6 +36,8 @@ class AlgorithmInfo(Protocol):
     def type(self) -> str: ...
     @property
     def needs_old_logprobs(self) -> bool: ...
+    @property
+    def branching(self) -> Branching: ...
     def build_samples(
         self, episodes: Sequence[Episode], policy: str, state: AlgorithmState
     ) -> tuple[list[Any], Metrics]: ...
@@ -80,12 +82,16 @@ class DatasetSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the recorded observations, answers and rewards, independent of file names."""
+        """Hash of what was recorded: observations, answers with their tokens, rewards and successes. It is independent
+        of file names."""
         digest = hashlib.blake2b(digest_size=8)
         for episode, _, _ in self.items:
             for node in episode.nodes:
-                texts = {seat: answer.text for seat, answer in node.answers.items()}
-                digest.update(repr((node.parent, node.team_reward, node.rewards, node.observations, texts)).encode())
+                texts = {seat: (a.text, a.thought, a.stop_reason) for seat, a in node.answers.items()}
+                paid = (node.team_reward, node.rewards, node.success, node.seat_success)
+                digest.update(repr((node.parent, paid, node.observations, texts)).encode())
+                for answer in node.answers.values():
+                    digest.update(answer.token_ids.tobytes() + answer.logprobs.tobytes())
         return digest.hexdigest()
 
     async def play(
@@ -142,6 +148,8 @@ class DatasetSource:
     def check(self, algorithm: AlgorithmInfo, learners: AbstractSet[str]) -> None:
         """Raises ValueError if an algorithm cannot train on these episodes, or finds no sample for any of `learners` in
         them."""
+        if algorithm.type in ("dpo", "reward_model") and algorithm.branching.branch_at == "turn":
+            self._check_one_answer()
         team = self.seats()
         taught = {seat for seat, policy in team.items() if member_name(policy.name) in learners}
         if algorithm.needs_old_logprobs:
@@ -163,6 +171,16 @@ class DatasetSource:
             "success set algorithm.imitate: all. To compare answers give rows of prompt, chosen and rejected, or "
             "episodes with branches; to compare whole trajectories set algorithm.branch_at: root"
         )
+
+    def _check_one_answer(self) -> None:
+        """Raises ValueError if the sides of a row have several answers each, which are not siblings of each other."""
+        for record in self.records:
+            for number, episode in enumerate(record.episodes if not record.has_trees else (), start=1):
+                if len(episode.nodes) > len(episode.leaves()) > 1:
+                    raise ValueError(
+                        f"{record.path}, row {number} compares sides of several answers, and branch_at: turn compares "
+                        "single ones: set algorithm.branch_at: root, or put the turns that are equal into the prompt"
+                    )
 
     def _check_sampled(self, algorithm: AlgorithmInfo, taught: AbstractSet[Seat]) -> None:
         for record, kept in zip(self.records, self.kept_token_seats, strict=True):

@@ -50,6 +50,16 @@ def episode_from_row(row: Row, number: int, seat: Seat, table: str) -> Episode:
     return episode
 
 
+def check_labels(rows: Sequence[Row], table: str) -> None:
+    """Raises ValueError if some rows of `table` have a label and others, which may have one, have none."""
+    labels = [row.get("label") is not None for row in rows if "label" in (*_form(row), *row)]
+    if any(labels) and not all(labels):
+        raise ValueError(
+            f"{table}: {labels.count(False)} of {len(labels)} rows have no label, and the others do: give each true or "
+            "false, or leave out those without"
+        )
+
+
 def unused_columns(rows: Sequence[Row]) -> list[str]:
     """Returns the columns of a table that no answer of at least one row with a value depends on."""
     return sorted(set().union(*(_given_names(row).difference(_form(row)) for row in rows)))

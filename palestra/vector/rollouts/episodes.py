@@ -149,6 +149,9 @@ def read_vector_episodes(paths: Sequence[str | Path], env: VectorEnv) -> Rollout
     """Returns the episodes of all files, one after another, as a batch of one game: [T, 1, N, ...].
     The last step of an unfinished episode is followed by the first step of the next episode. Raises
     ValueError if a file does not hold episodes, or those of another env."""
+    for number, path in enumerate(paths):
+        if Path(path).resolve() in [Path(other).resolve() for other in paths[:number]]:
+            raise ValueError(f"data names {path} twice: its episodes would count double. Name it once")
     return _join([_read(Path(path), env) for path in paths])
 
 
@@ -168,7 +171,10 @@ def _read(path: Path, env: VectorEnv) -> RolloutBatch:
     if missing := sorted(set(COLUMNS) - set(table.column_names)):
         raise ValueError(f"{path} does not hold episodes of a vector env: it has no columns {missing}; {FIX}")
     _check_seats(path, table, env)
-    final = table.column("reward").is_null().to_numpy().reshape(-1, len(env.seats))[:, 0]
+    unpaid = table.column("reward").is_null().to_numpy().reshape(-1, len(env.seats))
+    final = unpaid[:, 0]
+    if (unpaid != final[:, None]).any():
+        raise ValueError(f"{path} has steps in which some seats have a reward and others none: give each one; {FIX}")
     step = table.column("step").to_numpy().reshape(-1, len(env.seats))[:, 0]
     return _to_batch(_Rows(path, table, env), final, step)
 
@@ -244,6 +250,7 @@ def _to_batch(rows: _Rows, final: np.ndarray, step: np.ndarray) -> RolloutBatch:
         return padded
 
     obs = rows.lists("observation", np.max(env.observation_shapes, axis=0))
+    _check_finite(rows, obs, played)
     terminated = rows.scalars("terminated", bool)[played]
     over = np.zeros(T, bool)
     over[at] = True
@@ -272,6 +279,16 @@ def _to_batch(rows: _Rows, final: np.ndarray, step: np.ndarray) -> RolloutBatch:
     return batch
 
 
+def _check_finite(rows: _Rows, obs: np.ndarray, played: np.ndarray) -> None:
+    """Raises ValueError for rewards, and for observations of seats that act, that are not finite numbers."""
+    if not np.isfinite(rows.scalars("reward", np.float32)[played]).all():
+        raise ValueError(f"{rows.path} has rewards that are not finite numbers: correct or drop those episodes")
+    if not np.isfinite(obs[rows.scalars("acts", bool)]).all():
+        raise ValueError(
+            f"{rows.path} shows seats that act observations that are not finite numbers: correct or drop those episodes"
+        )
+
+
 def _actions(rows: _Rows) -> np.ndarray:
     """Returns the actions [R, N, ...], int32 or float32. Raises ValueError for one that the env does not have."""
     env = rows.env
@@ -286,11 +303,17 @@ def _actions(rows: _Rows) -> np.ndarray:
     dtype = zero_actions(env.action_spaces, ()).dtype
     actions = rows.scalars("action", dtype) if scalar else rows.lists("action", (max(sizes),))
     acts = rows.scalars("acts", bool)
+    column = rows.table.column("action")
+    if (column.is_null().to_numpy().reshape(acts.shape) & acts).any():
+        raise ValueError(f"{rows.path} has seats that act and no action of theirs: correct or drop those episodes")
+    if dtype == np.int32 and scalar and not (pa.types.is_integer(column.type) or pa.types.is_null(column.type)):
+        raise ValueError(f"{rows.path} has actions of type {column.type}, and those of a choice are integers; {FIX}")
     for seat, space in enumerate(env.action_spaces):
         done = actions[:, seat][acts[:, seat]]
-        if isinstance(space, Discrete) and done.size and done.max() >= space.n:
+        if isinstance(space, Discrete) and done.size and (done.max() >= space.n or done.min() < 0):
+            odd = done.min() if done.min() < 0 else done.max()
             raise ValueError(
-                f"the episodes in {rows.path} are of another env: action {done.max()} of seat {env.seats[seat]}, which "
+                f"the episodes in {rows.path} are of another env: action {odd} of seat {env.seats[seat]}, which "
                 f'has {space.n} in "{env.name}"; {FIX}'
             )
     return actions.astype(dtype, copy=False)

@@ -75,6 +75,12 @@ def test_merged_model_equals_the_adapter_on_its_base(run, base, tmp_path):
     assert head["library_name"] == "transformers" and "vllm serve m" in text
     (agent,) = find_agents(tmp_path / "m")
     assert load_policy(agent, Engines("cpu", 8)).adapter is None
+    for more, reason in (
+        (("--member", "walker"), "m is a published agent, guide, of one version: leave out --member and --checkpoint"),
+        (("--checkpoint", "7"), "m is a published agent, guide, of one version"),
+        (("--greedy",), "--greedy is for a table of a game"),
+    ):
+        assert reason in refused("publish", tmp_path / "m", *more, "--out", tmp_path / "again")
 
 
 def test_model_card_has_description_and_results(run, tmp_path):

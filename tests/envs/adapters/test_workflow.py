@@ -229,6 +229,29 @@ def test_command_line_workflows_are_supported(tmp_path):
     assert "must print" in play(env, {"agent": ScriptedPolicy(obedient)}).error
 
 
+@pytest.mark.parametrize(
+    ("printed", "success", "error"),
+    [
+        ("{'rewards': {'agent': 0.5}}", None, None),
+        ("{'rewards': None, 'success': 0.25}", 0.25, None),
+        ("{'rewards': {'agent': 0.5}, 'success': 'false'}", None, "reports the success 'false' (str)"),
+        ("{'rewards': {'agent': '0.5'}}", None, "the reward of agent is '0.5', which is not a number"),
+        ("{'team': '2'}", None, "the team's reward is '2', which is not a number"),
+        ("{'team_reward': 5}", None, "prints 'team_reward': the keys are rewards, team, success"),
+        ("{'Success': True}", None, "prints 'Success': the keys are rewards, team, success"),
+    ],
+)
+def test_the_result_of_a_command_is_taken_as_it_is(tmp_path, printed, success, error):
+    program = tmp_path / "agent.py"
+    program.write_text(f"import json\nprint(json.dumps({printed}))\n")
+    env = {"command": [sys.executable, str(program)], "seats": ["agent"]}
+    episode = play(env, {"agent": ScriptedPolicy(obedient)})
+    if error:
+        assert error in episode.error
+    else:
+        assert episode.error is None and episode.success == success
+
+
 def test_hung_workflow_does_not_block_others():
     arena = EpisodeRunner(
         lambda: Workflow(seats=["agent"], function="helpers.toy_workflows:hanging", timeout=4),

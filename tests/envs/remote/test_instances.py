@@ -80,7 +80,9 @@ def test_evaluations_count_instances_of_a_server(server, tmp_path):
     )
     lines = run.evals.drop_duplicates("name", keep="last").set_index("name")
     assert list(lines["instances"]) == [3, 3] and list(lines["outcomes"].str.len()) == [3, 3]
-    shown = [command("eval", str(run.path), "--episodes", "20", "--json", "--env", at) for at in ("split=test", "at=null")]
+    shown = [
+        command("eval", str(run.path), "--episodes", "20", "--json", "--env", at) for at in ("split=test", "at=null")
+    ]
     there, here = (json.loads(text.splitlines()[-1]) for text in shown)
     assert there == here and there["instances"] == 3
 

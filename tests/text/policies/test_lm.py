@@ -553,3 +553,9 @@ def test_cancelled_request_keeps_shared_prefixes_for_others():
 
     answers, (gone,) = asyncio.run(play())
     assert len(answers) == 1 and isinstance(gone, asyncio.CancelledError) and not own._prefixes
+
+
+def test_arrays_are_shown_whole():
+    """NumPy's own text of a long array leaves out its middle."""
+    (message,) = chat_messages(Query("", np.arange(3000)))
+    assert message["content"] == str(list(range(3000)))

@@ -22,6 +22,7 @@ from palestra.runs.episodes import load_episodes, to_table
 from palestra.testing import tiny_lm
 from palestra.text.algorithms.dpo import DPO
 from palestra.text.algorithms.grpo import GRPO
+from palestra.text.algorithms.reward_model import RewardModel
 from palestra.text.algorithms.sft import SFT
 from palestra.text.config import TextConfig
 from palestra.text.policies.lm import LanguagePolicy
@@ -271,6 +272,29 @@ def test_a_file_that_is_named_twice_is_refused(tmp_path):
         read_data(entries, "a")
     other_seat = DataConfig(path=str(tmp_path / "a.jsonl"), seat="b")
     assert [file.seats for file in read_data([entries[0], other_seat], "a")] == [["a"], ["b"]]
+
+
+def test_rows_without_a_label_beside_labelled_ones_are_refused(tmp_path):
+    rows = [{"prompt": "q", "completion": "a", "label": False}, {"prompt": "q", "completion": "b"}]
+    path = write_lines(tmp_path / "a.jsonl", *rows)
+    with pytest.raises(ValueError, match=r"1 of 2 rows have no label, and the others do: give each true or false"):
+        read(path)
+    write_lines(path, rows[0], rows[1] | {"label": None})
+    with pytest.raises(ValueError, match="1 of 2 rows have no label"):
+        read(path)
+
+
+@pytest.mark.parametrize("algorithm", [DPO(), RewardModel()])
+def test_sides_of_several_answers_are_refused_where_single_ones_are_compared(tmp_path, speaker, algorithm):
+    turn = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "go on"}]
+    rows = [
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": "q", "chosen": [*turn, turn[0]], "rejected": [{"role": "assistant", "content": "b"}]},
+    ]
+    source = recorded(write_lines(tmp_path / "a.jsonl", *rows), {"a": speaker()}, {})
+    with pytest.raises(ValueError, match=r"row 2 compares sides of several answers, .* set algorithm.branch_at: root"):
+        source.check(algorithm, {"p"})
+    source.check(algorithm.model_copy(update={"branch_at": "root"}), {"p"})
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Recorded episodes of vector envs: they are read back bit for bit, and learned from like played ones."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,55 @@ def test_rows_out_of_order_are_refused(tmp_path: Path) -> None:
         pq.write_table(changed, path)
         with pytest.raises(ValueError, match="not in the order of episode, step and seat, or some are missing"):
             read_vector_episodes([path], env)
+
+
+def changed(table: pa.Table, column: str, values: Callable[[np.ndarray, np.ndarray], list[Any]]) -> pa.Table:
+    """A table with other values in a column, made of the old ones and of which rows act."""
+    old = table.column(column)
+    acts = table.column("acts").fill_null(False).to_numpy()
+    new = pa.array(values(np.array(old.to_pylist(), object), acts), old.type)
+    return table.set_column(table.column_names.index(column), column, new)
+
+
+def first_of(where: np.ndarray, values: np.ndarray, new: Any) -> list[Any]:
+    copy = values.copy()
+    copy[np.flatnonzero(where)[0]] = new
+    return list(copy)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("action", lambda old, acts: first_of(acts, old, None), "has seats that act and no action of theirs"),
+        ("action", lambda old, acts: first_of(acts, old, -1), "another env: action -1 of seat seat0, which has 3"),
+        ("reward", lambda old, acts: first_of(acts, old, None), "some seats have a reward and others none"),
+        ("reward", lambda old, acts: first_of(acts, old, float("nan")), "has rewards that are not finite numbers"),
+        (
+            "observation",
+            lambda old, acts: first_of(acts, old, [float("nan")] * len(old[0])),
+            "observations that are not",
+        ),
+    ],
+)
+def test_damaged_values_are_refused(column: str, values: Any, message: str, tmp_path: Path) -> None:
+    env, path = Countdown(2, seats=2), tmp_path / "moves.parquet"
+    record_vector_episodes(env, uniform(env), 6, path)
+    read_vector_episodes([path], env)
+    pq.write_table(changed(pq.read_table(path), column, values), path)
+    with pytest.raises(ValueError, match=message):
+        read_vector_episodes([path], env)
+
+
+def test_choices_that_are_no_integers_and_files_named_twice_are_refused(tmp_path: Path) -> None:
+    env, path = Countdown(2, seats=2), tmp_path / "moves.parquet"
+    record_vector_episodes(env, uniform(env), 6, path)
+    with pytest.raises(ValueError, match=r"names .*moves.parquet twice: its episodes would count double"):
+        read_vector_episodes([path, tmp_path / "." / "moves.parquet"], env)
+    table = pq.read_table(path)
+    floats = table.column("action").cast(pa.float32())
+    pq.write_table(table.set_column(table.column_names.index("action"), "action", floats), path)
+    with pytest.raises(ValueError, match="has actions of type float, and those of a choice are integers"):
+        read_vector_episodes([path], env)
 
 
 def test_episodes_of_another_env_are_refused(tmp_path: Path) -> None:
