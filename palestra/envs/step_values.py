@@ -101,6 +101,12 @@ def _check_flags(step: Step, env: str, seats: Collection[Seat]) -> None:
             f'env "{env}" names seat {short_repr(unknown[0])} as invalid or with legal actions, and its seats are '
             f"{', '.join(seats)}: correct the name"
         )
+    for seat, actions in (step.legal_actions or {}).items():
+        if actions is None or isinstance(actions, str) or (seat in step.observations and not len(actions)):
+            raise ValueError(
+                f'env "{env}" gives seat "{seat}" the legal actions {short_repr(actions)}: list one or more, or leave '
+                "out a seat that may say anything"
+            )
     if step.truncated and step.observations:
         raise ValueError(
             f'env "{env}" cuts an episode off (truncated) and shows {", ".join(step.observations)} an observation: '

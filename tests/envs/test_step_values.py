@@ -1,12 +1,14 @@
 """What an env's step may hold: what does not fit fails its episode with the env's name, and the run goes on."""
 
+import re
+
 import pytest
 from helpers.env_servers import serving
 from helpers.toys_odd import ODD_STEPS, Odd
 
 import palestra as pl
 from palestra.core.types import Step
-from palestra.envs.step_values import number
+from palestra.envs.step_values import checked_step, number
 
 REFUSED = {
     "unknown seat": "gives a reward to seat 'Agent', and its seats are agent",
@@ -21,6 +23,11 @@ REFUSED = {
     "keys of bytes": "the key b'x' into info['cells']",
     "equal keys": "puts two keys that are '1' as text into info",
     "surrogate": "a lone surrogate, '\\ud83d' into info['text']",
+}
+LEGAL = {
+    "text": ({"a": "xyz"}, "gives seat \"a\" the legal actions 'xyz': list one or more, or leave out a seat"),
+    "nothing": ({"a": []}, 'gives seat "a" the legal actions []: list one or more'),
+    "None": ({"a": None}, 'gives seat "a" the legal actions None'),
 }
 STORED = {
     "decimal reward": {"success": True},
@@ -47,6 +54,14 @@ def train(env, root, **options):
 
 def errors_of(run):
     return {e.seed % 2: e.error for step in range(2) for e in run.trees(step)}
+
+
+@pytest.mark.parametrize("case", LEGAL)
+def test_legal_actions_that_are_no_list_are_refused(case):
+    legal, message = LEGAL[case]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        checked_step(Step({"a": "go"}, legal_actions=legal), "odd", ["a"])
+    assert checked_step(Step({}, legal_actions={"a": []}), "odd", ["a"]).legal_actions == {"a": []}
 
 
 def test_every_case_is_named():

@@ -308,7 +308,10 @@ class _TreeRollout:
 
     async def _copy(self, env: Env) -> Env | Exception:
         try:
-            return self.register_env(await _call(env, env.fork))
+            twin = await _call(env, env.fork)
+            if twin is env:
+                raise ValueError("fork() returned the env itself: return a copy, such as copy.deepcopy(self)")
+            return self.register_env(twin)
         except Exception as error:
             return error
 

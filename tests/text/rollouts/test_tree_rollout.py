@@ -688,6 +688,18 @@ def test_a_sibling_that_cannot_be_forked_is_lost_alone():
     assert episode.error is None and [n.is_lost for n in episode.nodes] == [True, True, False]
 
 
+def test_a_fork_that_is_the_env_itself_is_lost():
+    """Siblings that share an env would be paid by their order."""
+
+    class Shared(Count):
+        def fork(self):
+            return self
+
+    (episode,), _ = grow(lambda: Shared(1), Branching("root", 3))
+    assert [n.is_lost for n in episode.nodes] == [True, True, False]
+    assert "fork() returned the env itself: return a copy" in episode.nodes[0].error
+
+
 def test_failed_reward_is_the_reward_of_the_step_that_fails():
     (episode,), _ = grow(lambda: OneBad(1), Branching("root", 4), script=lambda query, i: str(i), failed_reward=-1.0)
     assert episode.error is None and episode.failed_share == 0.0
