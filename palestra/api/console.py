@@ -23,7 +23,7 @@ READ_ERRORS = (OSError, LookupError, TypeError, AttributeError, ArithmeticError,
 SILENCE_S = 9.0  # seconds without a line until a busy console prints its status
 IMPORTS_S = 3.0  # seconds that passed in silence before the outermost context, while Python imported palestra
 NOTEBOOK_COLUMNS = 80  # that fit into a cell's output
-RANK = 0  # rank under torchrun: only rank 0 prints
+RANK = 0  # rank under torchrun, which sets a number: only rank 0 prints
 if (_rank := os.environ.get("RANK", "")).isdecimal():
     RANK = int(_rank)
 

@@ -77,8 +77,8 @@ class Env(ABC):
         return seed
 
     def rules_for(self, seat: Seat) -> str:
-        """Returns the rules of the game and the form of an answer, for a person who plays `seat`:
-        by default the text of the seat's role."""
+        """Returns the text that a person at `seat` reads before playing: rules and the form of an answer, by default
+        the seat's role."""
         return self.roles.get(seat, "")
 
     def close(self) -> Awaitable[None] | None:  # noqa: B027 - most envs hold no resources

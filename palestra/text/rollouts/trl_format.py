@@ -52,7 +52,7 @@ def episode_from_row(row: Row, number: int, seat: Seat, table: str) -> Episode:
 
 def check_labels(rows: Sequence[Row], table: str) -> None:
     """Raises ValueError if some rows of `table` have a label and others, which may have one, have none."""
-    labels = [row.get("label") is not None for row in rows if "label" in (*_form(row), *row)]
+    labels = [row.get("label") is not None for row in rows if "label" in _form(row)]
     if any(labels) and not all(labels):
         raise ValueError(
             f"{table}: {labels.count(False)} of {len(labels)} rows have no label, and the others do: give each true or "

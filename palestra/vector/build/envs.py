@@ -52,8 +52,7 @@ def make_own_envs(config: VectorConfig, num_processes: int) -> tuple[VectorEnv, 
 
 
 def seed_notes(env: VectorEnv) -> list[str]:
-    """Returns a line that says that the env is not a function of its seeds, if two resets to the
-    same seeds begin different games."""
+    """Returns a note for the user if two resets to the same seeds begin different games, else no note."""
     seeds = np.arange(env.num_envs)
     first = env.reset(seeds).copy()
     if field := find_difference(env.reset(seeds), first):

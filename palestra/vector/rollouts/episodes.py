@@ -149,9 +149,11 @@ def read_vector_episodes(paths: Sequence[str | Path], env: VectorEnv) -> Rollout
     """Returns the episodes of all files, one after another, as a batch of one game: [T, 1, N, ...].
     The last step of an unfinished episode is followed by the first step of the next episode. Raises
     ValueError if a file does not hold episodes, or those of another env."""
-    for number, path in enumerate(paths):
-        if Path(path).resolve() in [Path(other).resolve() for other in paths[:number]]:
+    named: set[Path] = set()
+    for path in paths:
+        if Path(path).resolve() in named:
             raise ValueError(f"data names {path} twice: its episodes would count double. Name it once")
+        named.add(Path(path).resolve())
     return _join([_read(Path(path), env) for path in paths])
 
 

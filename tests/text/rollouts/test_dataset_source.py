@@ -282,6 +282,8 @@ def test_rows_without_a_label_beside_labelled_ones_are_refused(tmp_path):
     write_lines(path, rows[0], rows[1] | {"label": None})
     with pytest.raises(ValueError, match="1 of 2 rows have no label"):
         read(path)
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}  # a label is another column there, and named as unused
+    assert read(write_lines(path, pair | {"label": 1}, pair))[0].unused == ("label",)
 
 
 @pytest.mark.parametrize("algorithm", [DPO(), RewardModel()])
