@@ -101,7 +101,8 @@ def _check_flags(step: Step, env: str, seats: Collection[Seat]) -> None:
             f'env "{env}" names seat {short_repr(unknown[0])} as invalid or with legal actions, and its seats are '
             f"{', '.join(seats)}: correct the name"
         )
-    for seat, actions in (step.legal_actions or {}).items():
+    listed: Mapping[Seat, Any] = step.legal_actions or {}  # of a user's env: of any type
+    for seat, actions in listed.items():
         if actions is None or isinstance(actions, str) or (seat in step.observations and not len(actions)):
             raise ValueError(
                 f'env "{env}" gives seat "{seat}" the legal actions {short_repr(actions)}: list one or more, or leave '
