@@ -130,7 +130,7 @@ class PopulationRuns(RunKind):
         console.print(styled_text("run ", (str(run.path), "bold"), f": {what}"), soft_wrap=True)
         if start := len(read_lines(run.path / TASKS_FILE)):
             console.print(f"resuming after {start} tasks")
-            for line in run.version_notes():
+            for line in run.resume_notes():
                 print_line(line)
         with PopulationBar(setup.plan.summary, console) as bar, StopOnInterrupt() as interrupted:
             tasks = TaskCallbacks(bar, CallbackList(callbacks))
@@ -177,7 +177,7 @@ def train_with_progress(
         print_line(complete_message(tree, is_vector_config(tree)))
     elif start:
         console.print(f"resuming after {start} steps")
-        for line in run.version_notes():
+        for line in run.resume_notes():
             print_line(line)
     elif not run.is_new:
         message = "no checkpoint yet: starts from the beginning"

@@ -19,7 +19,7 @@ class NullRun:
     is_new = True
     skipped_checkpoints: Sequence[str] = ()
 
-    def version_notes(self) -> list[str]:
+    def resume_notes(self) -> list[str]:
         """Returns nothing: rank 0 tells the user."""
         return []
 

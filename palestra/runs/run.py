@@ -18,7 +18,7 @@ from typing import Any, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from palestra.core.config import hide_credentials
+from palestra.core.config import hide_credentials, parse
 from palestra.core.files import (
     EDITED_HINT,
     TEMPORARY_PREFIX,
@@ -56,6 +56,7 @@ from palestra.runs.checkpoints import (
 )
 from palestra.runs.episodes import to_table
 from palestra.runs.eval_files import EVAL_EPISODES_FOLDER, REPLAYS_FOLDER, eval_file
+from palestra.runs.inputs import input_digests
 from palestra.runs.replays import GameReplay, ReplayHeader, replay_table
 from palestra.runs.settings import CONFIG_FILE, META_FILE, check_config, check_run_folder, find_run, read_meta
 from palestra.runs.system_metrics import ResourceMeter
@@ -103,8 +104,8 @@ class Run:
         """Creates a run under `root`. An existing one is never overwritten: if `name` is taken, name-2, name-3, ... is
         used, or with `exact_name` ValueError raised. Of processes that create one name at once, one succeeds.
 
-        `meta` is added to the versions, command line and time in meta.json; put the seed there. Raises ValueError if
-        `name` is not a plain folder name.
+        `meta` is added to the versions, command line, time and digests of input files in meta.json; put the seed there.
+        Raises ValueError if `name` is not a plain folder name.
         """
         name = name or "run"
         if "/" in name or name in (".", ".."):
@@ -114,7 +115,8 @@ class Run:
             run = cls._of_exact_name(Path(root, name))
         else:
             run = cls(_fresh_folder(Path(root), name))
-        facts = {**_facts(), **(meta or {}), "config": config_yaml}
+        inputs = input_digests(parse(config_yaml, CONFIG_FILE))
+        facts = {**_facts(), **(meta or {}), "inputs": inputs, "config": config_yaml}
         atomic_write(run.path / META_FILE, (json.dumps(facts, indent=2) + "\n").encode())
         atomic_write(run.path / CHECKPOINTS_FILE, b"")  # so that a missing file means a lost one
         atomic_write(run.path / CONFIG_FILE, config_yaml.encode())  # last: a folder with a config counts as a run
@@ -279,8 +281,9 @@ class Run:
         self._prune()
         return Checkpoint(step, folder, line.get("names", {}), line)
 
-    def version_notes(self) -> list[str]:
-        """Returns a note for the user if the run began with other versions of packages or on another processor."""
+    def resume_notes(self) -> list[str]:
+        """Returns a note for the user if the run began with other versions of packages or on another processor, and one
+        if files that its config names have changed since."""
         begun = read_meta(self.path)
         now = _facts()
         changes = []
@@ -288,9 +291,19 @@ class Run:
             before = begun.get(key)
             if before is not None and before != now[key]:
                 changes.append(f"{key} {before}, now {now[key]}")
-        if not changes:
-            return []
-        return [f"the run began with {'; '.join(changes)}: from here on it may round otherwise than without a stop"]
+        notes = []
+        if changes:
+            notes.append(
+                f"the run began with {'; '.join(changes)}: from here on it may round otherwise than without a stop"
+            )
+        inputs = begun.get("inputs", {})
+        digests = input_digests(parse(self.config, CONFIG_FILE))
+        if other := [name for name, digest in digests.items() if inputs.get(name, digest) != digest]:
+            notes.append(
+                f"{', '.join(other)} changed since the run began: from here on it uses what is there now; put the old "
+                "contents back if that is not meant"
+            )
+        return notes
 
     def resume(self) -> Checkpoint | None:
         """Returns the newest intact checkpoint, or None, and reverts the run to that state.

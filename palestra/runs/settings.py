@@ -21,7 +21,7 @@ from palestra.core.files import (
 
 META_FILE = "meta.json"
 CONFIG_FILE = "config.yaml"
-META_TYPES = {"created": str, "command": list, "config": str, "changed": list, "seed": int}
+META_TYPES = {"created": str, "command": list, "config": str, "changed": list, "seed": int, "inputs": dict}
 MAX_SHOWN = 5  # settings listed in a message
 WANDB_FOLDER = "sinks/wandb/wandb"  # the W&B package writes it, with symbolic links to log files outside the run
 

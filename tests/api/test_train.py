@@ -1,6 +1,7 @@
 """The Python API, with short runs of every kind."""
 
 import asyncio
+import shutil
 import signal
 import subprocess
 import sys
@@ -135,6 +136,24 @@ def test_a_resume_may_shorten_the_run_and_change_learning_rates(base, tmp_path):
     assert rates == pytest.approx(first | later)
     pl.train(resume=run, steps=6)
     assert read_lines(again.path / "metrics.jsonl") == lines
+
+
+def test_a_resume_names_files_that_changed(base, tmp_path, capsys, monkeypatch):
+    """A base, and the module of an env, with other contents than when the run began."""
+    own = shutil.copytree(base, tmp_path / "base")
+    (tmp_path / "whispers.py").write_text("from helpers.toys import Whisper\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    run = whisper(own, tmp_path / "runs", env="whispers:Whisper", steps=3, callbacks=[RecordingCallback(steps=1)])
+    pl.train(resume=run, steps=2)
+    assert "changed since" not in capsys.readouterr().out
+    weights = own / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-100:] = bytes(100)
+    weights.write_bytes(content)
+    (tmp_path / "whispers.py").write_text("from helpers.toys import Whisper  # mended\n")
+    pl.train(resume=run, steps=3)
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "changed since the run began" in line]
+    assert str(own) in note and "whispers:Whisper" in note
 
 
 def test_a_resume_may_shorten_a_run_of_networks(tmp_path, capsys):

@@ -168,11 +168,11 @@ def test_create_never_overwrites_a_run(tmp_path: Path) -> None:
 
 def test_a_run_of_other_versions_says_so(tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
-        assert run.version_notes() == []
+        assert run.resume_notes() == []
         meta = json.loads((run.path / "meta.json").read_text())
         changes = {"palestra": "0.0.1", "processor": "AMD Old, AVX2"}
         (run.path / "meta.json").write_text(json.dumps(meta | changes))
-        (note,) = run.version_notes()
+        (note,) = run.resume_notes()
     assert f"began with palestra 0.0.1, now {meta['palestra']}; processor AMD Old, AVX2, now " in note
 
 

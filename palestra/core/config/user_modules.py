@@ -75,11 +75,11 @@ def explain_import_error(path: str, error: Exception) -> str:
     if not missing:
         return str(error)
     if f"{module}.".startswith(f"{missing}."):
-        folders = dict.fromkeys(folder or os.getcwd() for folder in sys.path if not _is_installed(folder))
+        folders = dict.fromkeys(folder or os.getcwd() for folder in sys.path if not is_installed(folder))
         return f"there is no module {missing} in {', '.join(folders)} or the installed packages"
     return f"{module} needs the package {missing.partition('.')[0]}, which is not installed"
 
 
-def _is_installed(folder: str) -> bool:
-    """Returns True for folders of the standard library and of installed packages."""
-    return "site-packages" in folder or folder.startswith((sys.base_prefix, "__editable__"))
+def is_installed(path: str) -> bool:
+    """Returns True for paths in the standard library and in installed packages."""
+    return "site-packages" in path or path.startswith((sys.base_prefix, "__editable__"))
