@@ -346,7 +346,7 @@ def read_json(path: Path, kind: type[T], missing: T | None = None) -> T:
     if missing is not None and not path.exists():
         return missing
     try:
-        found = json.loads(read_bytes(path, MAX_JSON_BYTES))
+        found = parse_json(read_bytes(path, MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         why = error if isinstance(error, DamagedFile) else f"cannot read {path}: {error}; bring it back from a copy"
         raise DamagedFile(str(why)) from error

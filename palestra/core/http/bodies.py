@@ -6,14 +6,16 @@ import json
 import math
 from typing import Any, NoReturn
 
+from palestra.core.files import unique_keys
+
 MAX_DEPTH = 64  # nested containers
 
 
 def read_json(body: bytes) -> Any:
-    """Parses `body`. Raises ValueError if it is not UTF-8 JSON, or contains NaN, an infinity, a lone surrogate, or
-    containers nested more than `MAX_DEPTH` levels deep."""
+    """Parses `body`. Raises ValueError if it is not UTF-8 JSON, or contains a key twice, NaN, an infinity, a lone
+    surrogate, or containers nested more than `MAX_DEPTH` levels deep."""
     try:
-        value = json.loads(body.decode(), parse_constant=_no_number)
+        value = json.loads(body.decode(), parse_constant=_no_number, object_pairs_hook=unique_keys)
     except RecursionError:
         raise _too_deep() from None
     _check(value)

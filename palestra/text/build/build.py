@@ -106,7 +106,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
         notes=[
             *engines.notes(),
             *biased_sampling_notes(parts, learning),
-            *(f"{file.path}: columns {', '.join(file.unused)} are not used" for file in read if file.unused),
+            *chain.from_iterable(file.notes() for file in read),
         ],
     )
 

@@ -23,7 +23,7 @@ from palestra.core.types import Answer, Episode, Node, Seat
 from palestra.envs.support.row_reader import SUFFIXES, data_files, is_saved_dataset, read_rows
 from palestra.runs import find_run
 from palestra.runs.episodes import load_episodes
-from palestra.text.rollouts.trl_format import check_labels, episode_from_row, unused_columns
+from palestra.text.rollouts.trl_format import check_labels, episode_from_row, num_equal_pairs, unused_columns
 
 
 class DataConfig(StrictModel):
@@ -63,6 +63,17 @@ class DataFile:
     too_long: Literal["refuse", "cut"] = "refuse"
     unused: tuple[str, ...] = ()
     """Columns of a table that are not used."""
+    equal_pairs: int = 0
+    """Number of a table's rows that compare two equal answers."""
+
+    def notes(self) -> list[str]:
+        """Returns what the user should know before training on the file, a line each."""
+        lines = []
+        if self.unused:
+            lines.append(f"{self.path}: columns {', '.join(self.unused)} are not used")
+        if self.equal_pairs:
+            lines.append(f"{self.path}: rows whose chosen and rejected are equal teach nothing: {self.equal_pairs}")
+        return lines
 
     @property
     def seats(self) -> list[Seat]:
@@ -137,7 +148,8 @@ def _read(file: Path, entry: DataConfig, seat: Seat | None) -> DataFile:
     table = read_rows(file)
     check_labels(table, str(file))
     rows = [episode_from_row(row, number, seat, str(file)) for number, row in enumerate(table)]
-    return DataFile(str(file), rows, False, entry.tokens, entry.too_long, tuple(unused_columns(table)))
+    unused = tuple(unused_columns(table))
+    return DataFile(str(file), rows, False, entry.tokens, entry.too_long, unused, num_equal_pairs(table))
 
 
 def _columns(file: Path) -> set[str]:

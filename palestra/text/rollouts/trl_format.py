@@ -65,6 +65,11 @@ def unused_columns(rows: Sequence[Row]) -> list[str]:
     return sorted(set().union(*(_given_names(row).difference(_form(row)) for row in rows)))
 
 
+def num_equal_pairs(rows: Sequence[Row]) -> int:
+    """Returns how many rows compare two equal answers."""
+    return sum(row.get("chosen") is not None and row["chosen"] == row.get("rejected") for row in rows)
+
+
 def _given_names(row: Row) -> set[str]:
     return {name for name, value in row.items() if value is not None}
 

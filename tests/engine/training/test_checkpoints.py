@@ -178,9 +178,10 @@ def test_any_option_of_an_adapter_is_used_or_refused_by_name(small, tmp_path, ke
 def test_a_config_that_is_no_object_is_refused(base, tmp_path):
     engine = Engine.load(str(base), device="cpu")
     save_adapter(tmp_path / "a", random_adapter(engine, LoraConfig(), 1, 0.1), str(base))
-    (tmp_path / "a" / "adapter_config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"adapter_config\.json holds list, not dict"):
-        load_adapter(tmp_path / "a", engine)
+    for text, why in (("[]", "holds list, not dict"), ('{"r": 4, "r": 8}', "the key 'r' is there twice")):
+        (tmp_path / "a" / "adapter_config.json").write_text(text)
+        with pytest.raises(ValueError, match=rf"adapter_config\.json:? {why}"):
+            load_adapter(tmp_path / "a", engine)
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word:UserWarning", "ignore:Setting `save_embedding:UserWarning")

@@ -214,6 +214,13 @@ def test_columns_that_nothing_depends_on_are_named(tmp_path):
     assert record.unused == ("id", "topic")
 
 
+def test_pairs_of_equal_answers_are_named(tmp_path):
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    path = write_lines(tmp_path / "a.jsonl", pair, pair | {"rejected": "a"}, pair | {"chosen": "b"})
+    (record,) = read(path)
+    assert record.notes() == [f"{path}: rows whose chosen and rejected are equal teach nothing: 2"]
+
+
 def test_next_turn_continues_the_tokens_of_the_conversation(tmp_path, speaker):
     path = write_lines(
         tmp_path / "a.jsonl",
