@@ -13,7 +13,6 @@ from palestra.parallel.tasks import Backend, run_tasks
 from palestra.populations.build.build import PopulationConfig, build_population, sides_of_run
 from palestra.populations.build.validation import validate_population
 from palestra.populations.payoffs import MemberProfile
-from palestra.populations.scheduler import MEMBERS_DIR
 from palestra.populations.task_json import CROSSPLAY_FILE, crossplay_line
 from palestra.populations.tasks import PlayTask, played_cells
 from palestra.runs import Run, find_run, read_lines
@@ -39,8 +38,7 @@ def play_missing_cells(
         record = read_record(path, sides_of_run(config).owners)
         tasks = _missing_tasks(record, games)
         names = chain.from_iterable(task.members for task in tasks)
-        folders = {name: path / MEMBERS_DIR / name for name in names}
-        with open_workers(config, folders) as backend:
+        with open_workers(config, record.folders(names)) as backend:
             for number, done in enumerate(run_tasks(backend, tasks), 1):
                 for members, cell in played_cells(done.task, done.result):
                     run.append_line(CROSSPLAY_FILE, crossplay_line(members, cell))

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from palestra.evaluation.target import Target, assign_seats, find_target, load_t
 from palestra.populations.build.build import sides_of_run
 from palestra.populations.build.validation import validate_population
 from palestra.populations.population import Mix, Player
-from palestra.populations.scheduler import MEMBERS_DIR
 from palestra.populations.tabular.best_response import nash_conv
 from palestra.populations.tabular.game_tree import MAX_NODES, GameTree
 from palestra.populations.tabular.traversal import GameTooLarge
@@ -119,13 +119,13 @@ def _export_population(run: Path, member: str | None, greedy: bool) -> GamePolic
     sides = sides_of_run(config)
     record = read_record(run, sides.owners)
     game = enumerate_game(config.env)
-    files = {one.name: run / MEMBERS_DIR / one.name for one in record.members if one.weights}
     if member:
         if member not in [one.name for one in record.members]:
             raise ValueError(f'{run} has no member "{member}": `palestra league standings {run}` lists them')
         mixtures = {player: {member: 1.0} for player in record.payoffs.members}
     else:
         mixtures = final_mixtures(record, config.population)
+    files = record.folders(chain.from_iterable(mixtures.values()))
     loader = MemberLoader(
         make_vector_env(config.env, 1), game, greedy=greedy or getattr(config.oracle, "greedy", False)
     )

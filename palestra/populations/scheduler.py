@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -150,15 +150,16 @@ class PlanRun:
         Raises ValueError (DamagedFile) if files are missing or changed.
         """
         lines: list[dict[str, Any]] = []
-        members: dict[str, Any] = {}
+        records: list[TaskRecord] = []
         timings = read_lines(self.run.path / "timings.jsonl")
         for line in _read_task_lines(self.run.path, timings):
             record = self._record_of(line)
             if record.task.output_member:
-                members[record.task.output_member] = record.files
+                records.append(record)
             _, metrics = self._replay_result(record)
             lines += [{"step": record.number, "policy": policy, **values} for policy, values in metrics.items()]
-        _only(self.run.path / MEMBERS_DIR, members)
+        members = member_folders(self.run.path, records, [record.task.output_member for record in records])
+        _remove_others(self.run.path / MEMBERS_DIR, members)
         self.run.rewrite_log("metrics.jsonl", lines)
         elapsed = [line.get("elapsed_s", 0.0) for line in timings]
         self._start -= max((seconds for seconds in elapsed if isinstance(seconds, float)), default=0.0)
@@ -279,11 +280,22 @@ def store_output(output: Path, folder: Path) -> dict[str, dict[str, Any]]:
     return facts
 
 
-def _only(folder: Path, members: Mapping[str, Mapping[str, Any]]) -> None:
-    """Deletes members that no finished task produced. Raises ValueError if a member's files are missing or changed."""
-    for name, files in members.items():
-        if fault := find_damage(path_inside(folder, name), files):
+def member_folders(run: Path, records: Iterable[TaskRecord], names: Iterable[str]) -> dict[str, Path]:
+    """Returns the folders of these members' weights, by name. Raises DamagedFile if files are missing or changed since
+    the task that made them, one of `records`, was done."""
+    files = {record.task.output_member: record.files for record in records}
+    folders: dict[str, Path] = {}
+    for name in dict.fromkeys(names):
+        folders[name] = path_inside(run / MEMBERS_DIR, name)
+        if name not in files:
+            raise DamagedFile(f"{run / TASKS_FILE} has no task that made the member {name}; {RECOVERY_HINT}")
+        if fault := find_damage(folders[name], files[name]):
             raise DamagedFile(f"{fault}; {RECOVERY_HINT}")
+    return folders
+
+
+def _remove_others(folder: Path, names: Collection[str]) -> None:
+    """Deletes members that no finished task produced."""
     for path in list(folder.glob("*")):
-        if path.name not in members:
+        if path.name not in names:
             remove_path(path)

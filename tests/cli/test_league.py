@@ -1,6 +1,8 @@
 """`palestra league` on a run of `palestra train`: a small league of rock, paper, scissors."""
 
+import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,32 @@ def test_population_of_three_seats_without_games_plays_cells_of_three(tmp_path):
     table = read_record(tmp_path / "three").payoffs
     assert table.seats == ("agent",) * 3 and len(table.stored) == 10
     assert all(cell.exact and sum(cell.mean) == pytest.approx(0) for cell in table.stored.values())
+
+
+def test_a_member_that_is_not_as_it_was_trained_plays_nowhere(run, tmp_path):
+    """A member's folder that is gone, cut, or holds another member's weights."""
+    newest = "main_0-2"
+    other = "main_0-1"
+    for change in ("gone", "cut", "another"):
+        copied = tmp_path / change
+        shutil.copytree(run, copied)
+        weights = copied / "members" / newest / "policy.safetensors"
+        if change == "gone":
+            shutil.rmtree(weights.parent)
+        elif change == "cut":
+            os.truncate(weights, 100)
+        else:
+            shutil.copyfile(copied / "members" / other / "policy.safetensors", weights)
+        commands = [
+            ["league", "crossplay", copied, "--games", 1000, "--backend", "inline"],
+            ["league", "exploit", copied, "--steps", 256, "--games", 5, "--backend", "inline"],
+            ["publish", copied, "--member", newest, "--out", tmp_path / f"{change}-out"],
+        ]
+        for command in commands:
+            done = invoke(*command)
+            printed = plain(done.output)
+            assert done.exit_code in (1, 2) and newest in printed, (command, printed)
+            assert "bring" in printed and len(printed.strip().splitlines()) == 1, (command, printed)
 
 
 def test_population_plot_is_written(run):

@@ -16,6 +16,7 @@ from palestra.core.failures import one_line
 from palestra.core.files import DamagedFile, path_inside, read_json
 from palestra.envs import is_vector_config, make_env
 from palestra.evaluation.target import find_checkpoint
+from palestra.populations.scheduler import MEMBERS_DIR, member_folders
 from palestra.populations.task_json import read_members, read_records
 from palestra.runs import Checkpoint, find_run
 from palestra.runs.checkpoints import TASKS_FILE
@@ -114,7 +115,7 @@ def find_agents(path: Path, names: Sequence[str] = (), step: int | None = None) 
             )
         return [agent]
     tree = load(find_run(path) / CONFIG_FILE)
-    agents = _members(path, tree) if "population" in tree else _policies(path, tree, step)
+    agents = _members(path, tree, names) if "population" in tree else _policies(path, tree, step)
     if unknown := [name for name in names if name not in agents]:
         raise ValueError(f'{path} has no trained agent "{unknown[0]}"; it has: {", ".join(agents) or "none"}')
     if not agents:
@@ -214,12 +215,15 @@ def _agent(
     return TrainedAgent(name, version, folder, weights_kind(folder), speech or {}, role, run, after)
 
 
-def _members(path: Path, tree: Tree) -> dict[str, TrainedAgent]:
-    """Returns the frozen members of a population that have weights."""
+def _members(path: Path, tree: Tree, wanted: Sequence[str]) -> dict[str, TrainedAgent]:
+    """Returns the frozen members of a population that have weights. Raises DamagedFile if those of `wanted` (empty: of
+    any) are not as they were written."""
     members = read_members(path)
-    done = {record.task.output_member for record in read_records(path / TASKS_FILE)} - {""}
-    names = [member.name for member in members] or sorted(done)
-    paths = {name: path_inside(path / "members", name) for name in names}
+    records = read_records(path / TASKS_FILE)
+    done = {record.task.output_member for record in records} - {""}
+    names = [member.name for member in members if member.weights] or sorted(done)
+    member_folders(path, records, [name for name in names if name in wanted or not wanted])
+    paths = {name: path_inside(path / MEMBERS_DIR, name) for name in names}
     players = {member.name: member.player for member in members}
     speech = _lm_settings(tree)
     roles: dict[str, str] = {}

@@ -69,10 +69,28 @@ class GridConfig(StrictModel):
             if unknown := set(task.algorithms) - set(self.algorithms):
                 known = ", ".join(self.algorithms)
                 raise ValueError(f"tasks.{name}.algorithms changes {min(unknown)}, but algorithms: has only {known}")
+        self._check_changes()
         names = [cell_name(*key) for key in self.keys]
         if double := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"two cells of the grid would be the run {double}: give tasks and algorithms other names")
         return self
+
+    def _check_changes(self) -> None:
+        """Raises ValueError for changes that a cell would not have."""
+        places = {f"tasks.{name}.changes": task.changes for name, task in self.tasks.items()}
+        places |= {f"algorithms.{name}": changes for name, changes in self.algorithms.items()}
+        for name, task in self.tasks.items():
+            places |= {f"tasks.{name}.algorithms.{own}": changes for own, changes in task.algorithms.items()}
+        if seeded := [place for place, changes in places.items() if "seed" in changes]:
+            raise ValueError(f"{seeded[0]} sets seed, which differs by cell: list the seeds in seeds:")
+        if not all("algorithm" in changes for changes in self.algorithms.values()):
+            return
+        for name, task in self.tasks.items():
+            if "algorithm" in task.changes:
+                own = f"tasks.{name}.algorithms.{next(iter(self.algorithms))}"
+                raise ValueError(
+                    f"tasks.{name}.changes sets algorithm, which all of algorithms: replace as a whole: set it in {own}"
+                )
 
     @property
     def keys(self) -> list[tuple[str, str, int]]:

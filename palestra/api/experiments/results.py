@@ -33,14 +33,13 @@ from palestra.evaluation.report.charts import (
     new_figure,
 )
 from palestra.runs.checkpoints import TASKS_FILE
-from palestra.runs.headline import headline_eval
+from palestra.runs.headline import headline_eval, return_keys, success_keys
 from palestra.runs.series import Line, RunLogs, series_of
 
 RESULTS_FILE = "results.json"
 PAGE_FILE = "results.md"
 FIGURE_FILE = "results.svg"
 FEW_SEEDS = 5  # with fewer, percentile intervals of a bootstrap contain the true mean in about 85 % of cases or less
-METRICS = ("success", "return")
 LABELS = {"iqm": "IQM", "mean": "mean", "median": "median", "optimality_gap": "optimality gap (less is better)"}
 PROFILE_LEGEND_CHARS = 56  # letters in a row of the legend of performance profiles
 
@@ -98,8 +97,8 @@ class NotANumber(ValueError):
 
 def final_value(logs: RunLogs, evaluation: str | None, metric: str | None) -> tuple[str, float]:
     """Returns the name of a metric and its value in the last line of an evaluation of a run. `evaluation` None is the
-    headline one; `metric` None is the first of `METRICS` that it has. A population has no evaluations: its value is its
-    last `nash_conv`.
+    headline one; `metric` None is success, or without it return. A population has no evaluations: its value is its last
+    `nash_conv`.
 
     Raises NotANumber if the last line has no number for it, and ValueError if there is no such evaluation or metric.
     """
@@ -113,13 +112,24 @@ def final_value(logs: RunLogs, evaluation: str | None, metric: str | None) -> tu
     if name not in logs.evals:
         raise ValueError(f"{logs.path} has no evaluation to score: add evals: to the config, or name one with eval:")
     lines = logs.evals[name]
-    wanted: Sequence[str] = METRICS
-    if metric:
-        wanted = [metric]
-    for candidate in wanted:
-        if any(candidate in line for line in lines) or len(series_of(lines, candidate).y):
-            return candidate, _last_value(logs, lines, candidate, f"the last evaluation {name}")
-    raise ValueError(f"{logs.path}: evaluation {name} has no {' or '.join(wanted)}: name its metric with metric:")
+    wanted = metric or _default_metric(logs, name)
+    if any(wanted in line for line in lines) or len(series_of(lines, wanted).y):
+        return wanted, _last_value(logs, lines, wanted, f"the last evaluation {name}")
+    raise ValueError(f"{logs.path}: evaluation {name} has no {wanted}: name its metric with metric:")
+
+
+def _default_metric(logs: RunLogs, name: str) -> str:
+    """Returns success, or without it return. Raises ValueError where each team has its own: the mean over opponents may
+    be 0 whatever they learn."""
+    lines = logs.evals[name]
+    for keys, whole in ((success_keys(*lines), "success"), (return_keys(*lines), "return")):
+        if whole in keys:
+            return whole
+        if keys:
+            raise ValueError(
+                f"{logs.path}: evaluation {name} has a value for each team: name one with metric: {' or '.join(keys)}"
+            )
+    return "success or return"
 
 
 def _last_value(logs: RunLogs, lines: Sequence[Line], metric: str, what: str) -> float:

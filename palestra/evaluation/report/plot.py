@@ -36,6 +36,7 @@ from palestra.runs.series import BANDS, Line, RunLogs, Series, align, band_bound
 from palestra.runs.settings import find_run, flatten_tree
 
 CHARS_PER_IN = 17  # letters of a legend
+SAME_END = 0.95  # of the longest curve: seeds whose steps vary in length end at about the same place
 FILE_TYPES = (".svg", ".pdf", ".png")
 # Keys in which runs of one experiment may differ.
 IGNORED_KEYS = ("seed", "name", "tags", "sinks", "device", "checkpoint_every", "keep_every", "save_episodes_every")
@@ -71,12 +72,14 @@ class SeedGroup:
     x: np.ndarray
     y: np.ndarray
     bounds: np.ndarray | None = None
+    shortest: str = ""
+    """The run whose curve ends first, if others go on: the group's curve ends there."""
 
 
 def draw_figure(runs: Sequence[Path], figure: FigureSpec, out: Path) -> list[str]:
     """Writes the figure to `out`; returns a line of text per curve: its label, its number of runs and its last value.
 
-    Raises ValueError if a run lacks the metric, or for an unknown file type or band.
+    Raises ValueError if a run lacks the metric or is there twice, or for an unknown file type or band.
     """
     if out.suffix not in FILE_TYPES:
         raise ValueError(f"{out} has none of the endings {', '.join(FILE_TYPES)}")
@@ -101,8 +104,14 @@ def draw_figure(runs: Sequence[Path], figure: FigureSpec, out: Path) -> list[str
         with replacing_file(out) as place:
             metadata = {"Date": None} if out.suffix == ".svg" else {}
             picture.savefig(place, format=out.suffix[1:], dpi=300, metadata=metadata)
-    lines = [f"{g.label or 'all'}: {len(g.y)} runs, {metric} {g.y[:, -1].mean():.4g} at the end" for g in groups]
-    return [*lines, f"figure: {out}"]
+    return [*(_last_value(group, metric, logs[0].x_title) for group in groups), f"figure: {out}"]
+
+
+def _last_value(group: SeedGroup, metric: str, x_title: str) -> str:
+    place = "at the end"
+    if group.shortest:
+        place = f"at {group.x[-1]:,.0f} {x_title}, where {group.shortest} ends and others go on"
+    return f"{group.label or 'all'}: {len(group.y)} runs, {metric} {group.y[:, -1].mean():.4g} {place}"
 
 
 def with_default_eval(logs: Sequence[RunLogs], figure: FigureSpec) -> FigureSpec:
@@ -131,11 +140,20 @@ def default_metric(logs: RunLogs, figure: FigureSpec) -> str:
 
 def group_by_config(runs: Sequence[RunLogs], figure: FigureSpec, metric: str) -> list[SeedGroup]:
     """Groups runs by config, ignoring the keys in `IGNORED_KEYS`, in the order given. Raises ValueError if the runs of
-    one config have no step in common."""
+    one config have no step in common, or two of them the same seed."""
     groups: dict[str, list[RunLogs]] = {}
     trees: dict[str, Tree] = {}
+    seeds: dict[tuple[str, str], Path] = {}
     for run in runs:
-        tree = {key: value for key, value in load(run.path / "config.yaml").items() if key not in IGNORED_KEYS}
+        config = load(run.path / "config.yaml")
+        tree = {key: value for key, value in config.items() if key not in IGNORED_KEYS}
+        seed = config.get("seed")
+        other = seeds.setdefault((repr(tree), repr(seed)), run.path)
+        if other is not run.path:
+            raise ValueError(
+                f"{other} and {run.path} have one config and one seed, {seed}: the band would count them as two seeds; "
+                "leave one out"
+            )
         groups.setdefault(repr(tree), []).append(run)
         trees[repr(tree)] = tree
     labels = config_labels(list(trees.values())) if len(groups) > 1 else [""]
@@ -150,16 +168,18 @@ def _seed_group(label: str, runs: Sequence[RunLogs], figure: FigureSpec, metric:
     x, y = align([Series(x, moving_mean(y, figure.smooth_window)) for x, y in each])
     if not len(x):
         raise ValueError("the runs of one config have no step in common: draw them one by one")
+    ends = [found.x[-1] for found in each]
+    shortest = runs[int(np.argmin(ends))].path.name if x[-1] < SAME_END * max(ends) else ""
     bounds = None
     if len(runs) == 1 and figure.eval_name and figure.smooth_window == 1:
         bounds = _bounds(runs[0], figure, metric)
-    return SeedGroup(label, x, y, bounds)
+    return SeedGroup(label, x, y, bounds, shortest)
 
 
 def _bounds(run: RunLogs, figure: FigureSpec, metric: str) -> np.ndarray | None:
     """Returns the 95 % intervals [2, K] of a run's evaluations: Wilson's of a success rate, the normal one of a mean
     return; None if a line lacks what is needed."""
-    known = [line for line in _lines(run, figure) if metric in line]
+    known = [line for line in _lines(run, figure) if line.get(metric) is not None]
     spans = [line | {"low": span[0], "high": span[1]} for line in known if (span := _interval(line, metric))]
     if not spans or len(spans) < len(known):
         return None

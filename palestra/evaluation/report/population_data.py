@@ -19,7 +19,7 @@ from palestra.core.files import path_inside
 from palestra.populations.payoffs import MemberProfile, PayoffCell, PayoffTable
 from palestra.populations.population import Member, Mix, Player
 from palestra.populations.ratings import SkillRating, cyclicity, fit_elo, openskill_ratings
-from palestra.populations.scheduler import MEMBERS_DIR
+from palestra.populations.scheduler import MEMBERS_DIR, member_folders
 from palestra.populations.task_json import CROSSPLAY_FILE, TaskRecord, read_crossplay, read_members, read_records
 from palestra.populations.tasks import PlayTask, TrainTask, played_cells
 from palestra.runs import read_lines
@@ -53,6 +53,11 @@ class PopulationRecord:
         """Returns those of the names that are members with weights, without duplicates."""
         stored = {member.name for member in self.members if member.weights}
         return tuple(name for name in dict.fromkeys(names) if name in stored)
+
+    def folders(self, names: Iterable[str]) -> dict[str, Path]:
+        """Returns the folders of the weights of those names that are members with weights. Raises DamagedFile if files
+        are missing or changed."""
+        return member_folders(self.path, self.tasks, self.with_weights(names))
 
 
 def read_record(path: str | Path, seats: Sequence[Player] = ()) -> PopulationRecord:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -315,6 +316,33 @@ def test_nan_in_the_last_evaluation_is_no_score(tmp_path: Path) -> None:
     assert "Left out, since the last value of their metric is not a number: two-dqn-0." in results_page(results, data)
     with pytest.raises(NotANumber, match="two-dqn-0: the last evaluation held_out has no number for return"):
         final_value(RunLogs(folder / "two-dqn-0"), None, None)
+
+
+def test_opponents_have_no_score_together(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    line = '{"name": "held_out", "step": 9, "return": 0.0, "return.hunters": 1.0, "return.prey": -1.0}\n'
+    (folder / "evals.jsonl").write_text(line)
+    with pytest.raises(ValueError, match=r"has a value for each team: .* metric: return\.hunters or return\.prey"):
+        final_value(RunLogs(folder), None, None)
+    assert final_value(RunLogs(folder), None, "return.prey") == ("return.prey", -1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tasks": {"two": {"config": "two.yaml", "changes": {"seed": 7}}}}, "tasks.two.changes sets seed"),
+        ({"tasks": {"two": {"config": "two.yaml", "algorithms": {"dqn": {"seed": 7}}}}}, "algorithms.dqn sets seed"),
+        ({"algorithms": {"dqn": {"algorithm": {"type": "dqn"}, "seed": 3}}}, "algorithms.dqn sets seed, which differs"),
+        (
+            {"tasks": {"two": {"config": "two.yaml", "changes": {"algorithm": {"gamma": 0.5}}}}},
+            "changes sets algorithm, which all of algorithms: replace as a whole: set it in tasks.two.algorithms.dqn",
+        ),
+    ],
+)
+def test_changes_that_no_cell_would_have_are_refused(tmp_path: Path, changes: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_grid(write(tmp_path, **changes))
 
 
 def test_shipped_results_name_runs_without_a_score(tmp_path: Path) -> None:

@@ -53,6 +53,32 @@ def test_seeds_without_a_common_step_are_refused(tmp_path):
         draw_figure(runs, FigureSpec(metric="success"), tmp_path / "a.svg")
 
 
+def test_a_seed_counts_once(runs, tmp_path):
+    again = a_run(tmp_path, "again", seed=0)
+    for twice in (runs[0], again):
+        with pytest.raises(ValueError, match=r"r40 and .* have one config and one seed, 0"):
+            draw_figure([*runs[:3], twice], FigureSpec(), tmp_path / "a.svg")
+
+
+def test_a_curve_that_ends_early_is_named(runs, tmp_path):
+    with Run.open(runs[1]) as run:
+        lines = (run.path / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (run.path / "metrics.jsonl").write_text("".join(lines[:6]))
+    spec = FigureSpec(metric="success")
+    first, second, _ = draw_figure(runs, spec, tmp_path / "a.svg")
+    assert first == "k=4: 3 runs, success 0.21 at 3 training steps done, where r41 ends and others go on"
+    assert second == "k=8: 3 runs, success 0.41 at the end"
+
+
+def test_a_diverged_evaluation_has_no_interval(tmp_path):
+    run = a_run(tmp_path, "r", 0)
+    with Run.open(run) as opened:
+        opened.log_eval(5, "test", {"return": 1.0, "return_stderr": 0.1, "episodes": 10})
+        opened.log_eval(6, "test", {"return": float("nan"), "return_stderr": 0.1, "episodes": 10})
+    lines = draw_figure([run], FigureSpec(metric="return", eval_name="test"), tmp_path / "a.svg")
+    assert lines[0] == "r: 1 runs, return 1 at the end"
+
+
 def test_plot_command_is_deterministic(runs, tmp_path):
     output = palestra("plot", *runs, "--out", tmp_path / "a.svg", "--smooth", 3)
     assert "k=4: 3 runs" in output and "k=8: 3 runs" in output
