@@ -31,7 +31,7 @@ from palestra.core.seeding import derive_seed
 from palestra.core.tracing import span
 from palestra.core.types import NO_REWARD, Answer, Episode, Node, Seat, Step
 from palestra.envs.base import ENV_THREADS, NO_REWARD_KEY, Env, require_step
-from palestra.envs.step_values import checked_step
+from palestra.envs.step_values import SUCCESS_KEY, checked_step
 from palestra.text.policies.base import Policy, Query
 from palestra.text.rollouts.metrics import CONTEXT_FULL_KEY
 from palestra.text.rollouts.reward_weights import reweigh
@@ -326,6 +326,7 @@ class _TreeRollout:
             return env
         try:
             step = self.check_step(env, await _advance(env, joint))
+            self._check_last_success(branch, step)
         except Exception as error:
             paid = None if isinstance(error, NoReward) else self.spec.failed_reward
             node, child = self._add_node(branch, path, joint, Step({}, team_reward=paid or 0.0), env)
@@ -345,6 +346,17 @@ class _TreeRollout:
         if step.info.get(NO_REWARD_KEY):
             raise NoReward
         return reweigh(step, self.spec.term_weights)
+
+    def _check_last_success(self, branch: Branch, step: Step) -> None:
+        """Raises ValueError if an earlier step of the trajectory reports a success and its last one does not."""
+        if branch.parent is None or not step.done or step.info.get(SUCCESS_KEY) is not None:
+            return
+        earlier = self.episode.trajectory(self.episode.nodes[branch.parent])
+        if any(node.info.get(SUCCESS_KEY) is not None for node in earlier):
+            raise ValueError(
+                f'env "{_name(branch.env)}" reports a success in an earlier step and none in its last, which counts: '
+                f'put info["{SUCCESS_KEY}"] there'
+            )
 
     async def _ask(self, branch: Branch, seat: Seat, k: int) -> list[Answer]:
         if seat not in self.spec.policies:

@@ -700,6 +700,16 @@ def test_a_fork_that_is_the_env_itself_is_lost():
     assert "fork() returned the env itself: return a copy" in episode.nodes[0].error
 
 
+def test_a_success_that_the_last_step_does_not_report_is_refused():
+    class Early(Count):
+        def step(self, actions):
+            step = super().step(actions)
+            return replace(step, info={} if step.done else {"success": True})
+
+    (episode,), _ = grow(lambda: Early(3), Branching("root", 1))
+    assert "reports a success in an earlier step and none in its last, which counts" in episode.error
+
+
 def test_failed_reward_is_the_reward_of_the_step_that_fails():
     (episode,), _ = grow(lambda: OneBad(1), Branching("root", 4), script=lambda query, i: str(i), failed_reward=-1.0)
     assert episode.error is None and episode.failed_share == 0.0
