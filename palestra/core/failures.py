@@ -54,6 +54,16 @@ class ErrorText(NamedTuple):
     traceback: str
 
 
+@contextmanager
+def exit_as_error() -> Iterator[None]:
+    """Context that raises RuntimeError if a user's code in it calls sys.exit, which would end a run as if it were
+    done."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"it called sys.exit({error.code!r})") from error
+
+
 def one_line(error: BaseException) -> str:
     """Returns type and message of `error` in one line."""
     return f"{type(error).__name__}: {error}".splitlines()[0]

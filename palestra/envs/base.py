@@ -145,6 +145,9 @@ class _Check:
         env = self.make_env()
         rng = random.Random(self.seed)
         game = _Game([self.check_seats(env, self.call(env.reset, self.seed))], [])
+        first = game.steps[0]
+        if not first.done and (first.team_reward or any(first.rewards.values())):
+            self.fail("pays in reset, before anybody acted", "pay in the first step")
         while not game.steps[-1].done:
             if len(game.actions) == self.max_steps:
                 self.fail(f"did not end within {self.max_steps} steps", "give it a limit, or raise max_steps")

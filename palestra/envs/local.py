@@ -13,7 +13,7 @@ from itertools import chain, count
 from typing import Any, get_type_hints
 
 from palestra.core.config.user_modules import import_path
-from palestra.core.failures import describe_in_line
+from palestra.core.failures import describe_in_line, exit_as_error
 from palestra.envs.base import Env
 from palestra.envs.vector_base import VectorEnv
 
@@ -84,7 +84,8 @@ def new_env(make: Callable[..., Any], options: Mapping[str, Any]) -> Any:
     code fails, and if an env has no seats."""
     name = getattr(make, "__name__", "")
     try:
-        env = make(**options)
+        with exit_as_error():
+            env = make(**options)
     except (ValueError, ConnectionError, MemoryError):
         raise
     except Exception as error:  # of a user's code

@@ -3,6 +3,7 @@ info that can be stored. A rollout checks every step, `check_env` does so before
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -52,9 +53,23 @@ def checked_step(step: Step, env: str, seats: Iterable[Seat]) -> Step:
         info[TEAM_TERMS_KEY] = {name: _reward(value, env, f"the team ({name})") for name, value in team.items()}
     _check_success(info.get(SUCCESS_KEY), env, known)
     check_observations(step.observations, env)
-    step = replace(step, rewards=rewards, team_reward=_reward(step.team_reward, env, "the team"), info=info)
+    step = replace(
+        step,
+        observations=_own_observations(step.observations),
+        rewards=rewards,
+        team_reward=_reward(step.team_reward, env, "the team"),
+        info=info,
+    )
     _check_flags(step, env, known)
     return step
+
+
+def _own_observations(observations: Mapping[Seat, Any]) -> dict[Seat, Any]:
+    """Returns copies of observations, which an env may change in its next step."""
+    own = {}
+    for seat, seen in observations.items():
+        own[seat] = seen if isinstance(seen, str | Chat) else copy.deepcopy(seen)
+    return own
 
 
 def _check_success(success: Any, env: str, seats: Collection[Seat]) -> None:

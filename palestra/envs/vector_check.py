@@ -6,14 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from palestra.envs.step_layout import StepLayout, check_spec, num_choices
 from palestra.envs.vector_base import (
     Continuous,
     Discrete,
     MultiDiscrete,
-    Space,
     VectorEnv,
     VectorStep,
-    check_observations,
     find_difference,
     zero_actions,
 )
@@ -54,6 +53,8 @@ class _Check:
     def run(self, alone: bool, ends: bool) -> None:
         env = self.make(self.num_envs)
         self.env = env
+        check_spec(env)
+        self.layout = StepLayout(env)
         if env.num_envs != self.num_envs:
             self.fail(f"was asked for {self.num_envs} games and has {env.num_envs}", "take `num_envs` from the caller")
         frames, actions = self.play(env)
@@ -125,39 +126,15 @@ class _Check:
             env.close()
 
     def valid(self, vector_step: VectorStep) -> VectorStep:
-        self.check_shapes(vector_step)
+        try:
+            self.layout.check(vector_step)
+        except ValueError as error:
+            raise ValueError(f"env {self.env.label}: {error}") from None
         self.check_ends(vector_step)
         self.check_finite(vector_step)
         self.check_decisions(vector_step)
         self.check_padding(vector_step)
         return vector_step
-
-    def check_shapes(self, vector_step: VectorStep) -> None:
-        env, (B, N) = self.env, (self.num_envs, len(self.env.seats))
-        if len(env.observation_shapes) != N or len(env.action_spaces) != N:
-            self.fail("needs an observation shape and an action space for each seat", "correct both tuples")
-        check_observations(env)
-        view = tuple(np.max([list(v) for v in env.observation_shapes], axis=0))
-        is_uint8 = vector_step.obs.dtype == np.uint8 and not env.observation_images
-        self.shape("obs", vector_step.obs, (B, N, *view), np.uint8 if is_uint8 else np.float32)
-        self.shape("final_obs", vector_step.final_obs, vector_step.obs.shape, vector_step.obs.dtype)
-        self.shape("rewards", vector_step.rewards, (B, N), np.float32)
-        self.shape("agent_mask", vector_step.agent_mask, (B, N), bool)
-        for name in ("terminated", "truncated"):
-            self.shape(name, getattr(vector_step, name), (B,), bool)
-        success = vector_step.success
-        if success is not None and success.dtype == np.float32:
-            self.shape("success", success, (B, N), np.float32)
-        elif success is not None:
-            self.shape("success", success, (B, N)[: success.ndim], bool)
-        if vector_step.seat_terminated is not None:
-            self.shape("seat_terminated", vector_step.seat_terminated, (B, N), bool)
-        if env.state_size:
-            self.shape("state", vector_step.state, (B, env.state_size), np.float32)
-            self.shape("final_state", vector_step.final_state, (B, env.state_size), np.float32)
-        if vector_step.action_mask is not None:
-            most = max(_choices(space) for space in env.action_spaces)
-            self.shape("action_mask", vector_step.action_mask, (B, N, most), bool)
 
     def check_ends(self, vector_step: VectorStep) -> None:
         if (vector_step.terminated & vector_step.truncated).any():
@@ -194,11 +171,6 @@ class _Check:
             if len(shape) == 1 and vector_step.obs[:, seat, shape[0] :].any():
                 self.fail(f"writes past the observation of seat {name}", "leave the padding zero")
 
-    def shape(self, name: str, value: np.ndarray | None, shape: tuple[int, ...], dtype: object) -> None:
-        if value is None or value.shape != shape or value.dtype != dtype:
-            have = "none" if value is None else f"{value.dtype} {list(value.shape)}"
-            self.fail(f"has {name} as {have} and not {np.dtype(dtype)} {list(shape)}", "correct the array")  # type: ignore[call-overload]
-
     def same(self, vector_step: VectorStep, expected: VectorStep, where: str, fix: str) -> None:
         if part := find_difference(vector_step, expected):
             self.fail(f"differs in {part} at {where}", fix)
@@ -214,7 +186,7 @@ def random_actions(env: VectorEnv, vector_step: VectorStep, rng: np.random.Gener
     action_mask = vector_step.action_mask
     if all(isinstance(space, Discrete) for space in env.action_spaces):
         if action_mask is None:
-            sizes = np.array([_choices(space) for space in env.action_spaces])
+            sizes = np.array([num_choices(space) for space in env.action_spaces])
             action_mask = np.broadcast_to(np.arange(sizes.max()) < sizes[:, None], (B, len(sizes), sizes.max()))
         return np.argmax(rng.random(action_mask.shape) * action_mask, axis=2).astype(np.int32)
     drawn = zero_actions(env.action_spaces, (B,))
@@ -231,10 +203,6 @@ def random_actions(env: VectorEnv, vector_step: VectorStep, rng: np.random.Gener
                 weights = weights * action_mask[:, seat, : space.n]
             drawn[:, seat, 0] = weights.argmax(1)
     return drawn
-
-
-def _choices(space: Space) -> int:
-    return getattr(space, "n", 0)
 
 
 def _of(vector_step: VectorStep, game: int) -> VectorStep:

@@ -227,7 +227,10 @@ class PayoffTable:
         two seats.
         """
         if len(self.seats) != 2:
-            raise ValueError(f"pairwise scores need a game with two seats; this one has {len(self.seats)}")
+            raise ValueError(
+                f"pairwise scores need a game with two seats, and this one has {len(self.seats)}: `palestra league "
+                "crossplay RUN --csv FILE` writes the payoffs of all cells"
+            )
         names = list(dict.fromkeys(chain.from_iterable(self.members.values())))
         number = {name: place for place, name in enumerate(names)}
         points_MM = np.zeros((len(names), len(names)))

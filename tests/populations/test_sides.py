@@ -182,6 +182,14 @@ def test_hunters_and_prey_of_different_shape(tmp_path: Path) -> None:
         ),
         ({"population": {"type": "league"}, "seats": {"left_*": "left"}}, "or two sides.* has players left, right_0"),
         ({"population": PLANS["pbt"] | {"self_play": 0.5}}, "self_play: 0.5 has no effect between sides"),
+        (
+            {"population": PLANS["pbt"] | {"search": {"speed": {"low": 0.1, "high": 1}}}},
+            'population.search.speed: "speed" is not a setting of a2c',
+        ),
+        (
+            {"population": PLANS["pbt"] | {"search": {"gamma": {"low": 0.5, "high": 3}}}},
+            "population.search.gamma: algorithm.gamma: .* less than or equal to 1",
+        ),
         ({"population": PSRO | {"nash_conv_every": 1}}, "seats gives one several: set population.nash_conv_every: 0"),
         ({"oracle": TREE["oracle"] | {"payoffs": "exact"}}, "exact results are of players with one seat"),
     ],

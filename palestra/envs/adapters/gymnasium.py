@@ -36,6 +36,7 @@ MAX_PIXEL_RANGE = 65_535  # of 16 bits; wider bounds are the range of a dtype, n
 HIGHLIGHT = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m")  # colours of a terminal, around what a text emphasises
 RENDER_MODES = ("rgb_array", "ansi")  # those whose result can be recorded
 RESULT_NAMES = {2: "observation, info", 5: "observation, reward, terminated, truncated, info"}  # by their number
+EMPTY = "{label} sees {space}, which has no part: wrap the env so that it shows a number at least"
 MAX_INTEGER_CHOICES = 4096  # values of all integers of an action together: a network has an output for each
 
 
@@ -57,6 +58,8 @@ def obs_encoder(space: spaces.Space[Any], label: str) -> ObsEncoder:
     """
     if isinstance(space, spaces.Box | spaces.MultiBinary):
         shape = space.shape
+        if 0 in shape:
+            raise ValueError(EMPTY.format(label=label, space=space))
         pixels = _is_bytes(space)
         if (stored := image_shape(shape)) is not None:
             encode = _unit_scaled(partial(encode_image, order=stored[1], shape=stored[0]), space)
@@ -98,7 +101,7 @@ def _joined_encoder(space: spaces.Dict | spaces.Tuple[Any], label: str) -> ObsEn
     parts, one after the other."""
     keys = list(space.spaces) if isinstance(space, spaces.Dict) else list(range(len(space.spaces)))
     if not keys:
-        raise ValueError(f"{label} sees {space}, which has no part: wrap the env so that it shows a number at least")
+        raise ValueError(EMPTY.format(label=label, space=space))
     parts = []
     for key in keys:
         named = f"{label}, part {key!r},"

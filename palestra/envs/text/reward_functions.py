@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from palestra.core.config import load_object
+from palestra.core.failures import exit_as_error
 from palestra.core.types import Seat
 from palestra.core.user_functions import check_function
 from palestra.envs.step_values import number
@@ -44,9 +44,10 @@ class RewardFunction:
     async def value(self, played: Played) -> Any:
         """Returns the function's value. Raises ValueError with the row and the function if it raises."""
         try:
-            value = self._call(played)
-            if inspect.isawaitable(value):
-                value = await value
+            with exit_as_error():
+                value = self._call(played)
+                if inspect.isawaitable(value):
+                    value = await value
         except Exception as error:
             raise ValueError(
                 f'the {self.what} function "{self.name}" failed for row {played.number} with '
@@ -54,25 +55,27 @@ class RewardFunction:
             ) from error
         if self.asked is None:
             return value
-        if not hasattr(value, "__len__") or len(value) != 1:
+        if isinstance(value, str | Mapping | Set) or not hasattr(value, "__len__") or len(value) != 1:
             raise self._refusal(value, played, "a list with a number for each completion")
         return value[0]
 
     def _call(self, played: Played) -> Any:
+        """Calls the function with copies of what it could change in the row."""
         if self.asked is None:
-            return self.function(played.row, played.answers)
-        return self.function(**{name: values for name, values in played.batch.items() if name in self.asked})
+            return self.function(copy.deepcopy(dict(played.row)), played.answers)
+        asked = {name: values for name, values in played.batch.items() if name in self.asked}
+        return self.function(**copy.deepcopy(asked))
 
     def by_payee(self, value: Any, played: Played, seats: Collection[Seat]) -> dict[Seat | None, float | bool]:
         """Returns the reward of each seat, or, under None, that of the team. Raises ValueError if it is none."""
-        by_seat = value if isinstance(value, Mapping) else {None: value}
+        by_seat = value if isinstance(value, Mapping) and value else {None: value}
         paid: dict[Seat | None, float | bool] = {}
         for seat, reward in by_seat.items():
             amount = number(reward)
             if (seat is not None and seat not in seats) or amount is None or not math.isfinite(amount):
                 by_seat_too = "" if len(seats) == 1 else f", or such by seat ({', '.join(seats)})"
                 raise self._refusal(value, played, WANTED + by_seat_too)
-            paid[seat] = bool(reward) if isinstance(reward, bool | np.bool_) else amount
+            paid[seat] = bool(amount) if _is_flag(reward) else amount
         return paid
 
     def _refusal(self, value: Any, played: Played, wanted: str) -> ValueError:
@@ -80,6 +83,11 @@ class RewardFunction:
             f'the {self.what} function "{self.name}" returned {repr(value)[:80]} ({type(value).__name__}) for row '
             f"{played.number}: return {wanted}"
         )
+
+
+def _is_flag(value: Any) -> bool:
+    """Returns whether a value is True or False, of Python, NumPy or torch."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
 def read_functions(given: Any, argument: str, names: Collection[str], what: str = "reward") -> list[RewardFunction]:
@@ -96,6 +104,12 @@ def read_functions(given: Any, argument: str, names: Collection[str], what: str 
     functions = [_read_function(name, one, argument, {"prompts", COMPLETIONS, *names}, what) for name, one in named]
     if not functions:
         raise ValueError(f"{what}: there is no function: write def {what}(row, {argument})")
+    for function in functions:
+        if twice := [name for name in ("prompts", COMPLETIONS) if name in names and name in (function.asked or ())]:
+            raise ValueError(
+                f'the {what} function "{function.name}" asks for {twice[0]}, which is also a column of the rows: '
+                "rename the column"
+            )
     if len({function.name for function in functions}) < len(functions):
         raise ValueError(f"{what}: two functions have one name: name them, {{'correct': f, 'short': g}}")
     return functions
@@ -113,6 +127,11 @@ def _read_function(name: str, given: Any, argument: str, known: Collection[str],
             return RewardFunction(name, function, what, None)
         if COMPLETIONS in signature.parameters:
             return RewardFunction(name, function, what, _asked_names(name, signature, known, what))
+        names = list(signature.parameters)
+        if names[1:2] == ["row"] and names[0] in ("answer", "answers"):
+            raise ValueError(
+                f'the {what} function "{name}" takes ({names[0]}, row), and is called with (row, {argument}): swap them'
+            )
     check_function(function, f'the {what} function "{name}"', "row", argument)
     return RewardFunction(name, function, what, None)
 

@@ -140,6 +140,8 @@ def shown_columns(turns: Sequence[Turn], columns: Sequence[str]) -> dict[str, bo
                 raise ValueError(_unknown_name(seat, name, seats, known))
             if name in columns:
                 shown[name] = shown.get(name, True) and is_name_alone(template)
+    if TRANSCRIPT in shown and len(turns) > 1:
+        raise ValueError(f"{TRANSCRIPT} is a column of the rows, and in prompts all answers so far: rename the column")
     return shown
 
 

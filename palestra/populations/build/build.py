@@ -33,7 +33,7 @@ from palestra.populations.population import Member, Player, Population, Sides
 from palestra.populations.scheduler import PlanCallback, run_plan
 from palestra.populations.workers.exact import ExactWorker
 from palestra.populations.workers.member_loader import UNIFORM_MEMBER, no_rules_message, rules_of_env, tree_of_env
-from palestra.populations.workers.net_oracle import NetOracle, NetWorker
+from palestra.populations.workers.net_oracle import NetOracle, NetWorker, apply_settings
 from palestra.runs import Run
 from palestra.runs.config import RunConfig
 from palestra.runs.seats import check_matches, find_assigned
@@ -242,6 +242,8 @@ def _check(config: PopulationConfig, rules: bool) -> None:
             f"xdo solves restricted games by the rules of a vectorised game, and {env} with oracle {oracle.type} has "
             "no such rules: use psro"
         )
+    if isinstance(config.population, PBTConfig) and isinstance(oracle, NetOracle):
+        _check_search(config.population, oracle)
     measured = not isinstance(config.population, PBTConfig) and config.population.nash_conv_every > 0
     exact = isinstance(oracle, ExactOracle)
     if not rules and exact:
@@ -255,6 +257,16 @@ def _check(config: PopulationConfig, rules: bool) -> None:
         )
     if vectorised and (exact or measured or isinstance(config.population, XDOConfig)):
         tree_of_env(config.env)  # raises ValueError if the game is too large
+
+
+def _check_search(population: PBTConfig, oracle: NetOracle) -> None:
+    """Raises ValueError for a searched setting that the oracle has not, or whose range holds values that it refuses."""
+    for name, space in population.search.items():
+        for value in (space.low, space.high):
+            try:
+                apply_settings(oracle, {name: value})
+            except ValueError as error:
+                raise ValueError(f"population.search.{name}: {error}") from None
 
 
 def _plan(config: PopulationConfig, population: Population, seats: tuple[Player, ...]) -> AnyPlan:

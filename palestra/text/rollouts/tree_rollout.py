@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from palestra.core.failures import ContextLengthExceeded, describe_error
+from palestra.core.failures import ContextLengthExceeded, describe_error, exit_as_error
 from palestra.core.plain_values import plain_value
 from palestra.core.seeding import derive_seed
 from palestra.core.tracing import span
@@ -170,7 +170,10 @@ class EpisodeRunner:
                     episode.instance = await _instance_of(env, spec.instance)
                 raise
             episode.instance = await _instance_of(env, spec.instance)
-            await growth.start(env, growth.check_step(env, first))
+            first = growth.check_step(env, first)
+            if not first.done and (first.team_reward or any(first.rewards.values())):
+                raise ValueError(f'env "{_name(env)}" pays in reset, before anybody acted: pay in the first step')
+            await growth.start(env, first)
         except NoReward as error:
             growth.lose((), error)
         except Exception as error:  # the rollout boundary: failures are recorded, not raised
@@ -456,8 +459,9 @@ async def _instance_of(env: Env, seed: int) -> Any:
 
 async def _call(env: Env, method: Callable[..., Any], *arguments: Any) -> Any:
     """Returns `method(*arguments)`, run on a thread for blocking envs, and awaited if the method is a coroutine."""
-    result = await _call_on_thread(method, *arguments) if env.blocking else method(*arguments)
-    return await result if inspect.isawaitable(result) else result
+    with exit_as_error():
+        result = await _call_on_thread(method, *arguments) if env.blocking else method(*arguments)
+        return await result if inspect.isawaitable(result) else result
 
 
 async def _call_on_thread(method: Callable[..., Any], *arguments: Any) -> Any:

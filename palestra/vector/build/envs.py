@@ -9,7 +9,8 @@ import numpy as np
 
 from palestra.core.accel.malloc import check_fits_memory
 from palestra.envs import VectorEnv, load_env_class, new_env, validate_env_options
-from palestra.envs.vector_base import check_observations, find_difference
+from palestra.envs.step_layout import StepLayout, check_spec
+from palestra.envs.vector_base import find_difference
 from palestra.vector.config import VectorConfig
 from palestra.vector.learners.policy_stack import NetPolicyConfig
 
@@ -18,7 +19,7 @@ MEASURE_ABOVE = 50_000_000  # transitions; above this the real size of one is me
 
 def make_vector_env(env: dict[str, Any], num_envs: int | None = None) -> VectorEnv:
     """Builds the env that a config describes. `num_envs`, if given, replaces the number of env copies. Raises
-    ValueError if its observations do not fit in one array, or do not begin with their images."""
+    ValueError if its seats, observations or actions are not as `VectorEnv` describes."""
     cls = load_env_class(env["type"])
     options = validate_env_options(
         cls, {k: v for k, v in env.items() if k != "type"} | ({"num_envs": num_envs} if num_envs else {})
@@ -26,7 +27,7 @@ def make_vector_env(env: dict[str, Any], num_envs: int | None = None) -> VectorE
     built = new_env(cls, options)
     assert isinstance(built, VectorEnv)
     try:
-        check_observations(built)
+        check_spec(built)
     except ValueError as error:
         raise ValueError(f"env {built.label}: {error}") from None
     return built
@@ -52,9 +53,15 @@ def make_own_envs(config: VectorConfig, num_processes: int) -> tuple[VectorEnv, 
 
 
 def seed_notes(env: VectorEnv) -> list[str]:
-    """Returns a note for the user if two resets to the same seeds begin different games, else no note."""
+    """Returns a note for the user if two resets to the same seeds begin different games, else no note. Raises
+    ValueError for a reset that returns something else than the env's spec says."""
     seeds = np.arange(env.num_envs)
-    first = env.reset(seeds).copy()
+    first = env.reset(seeds)
+    try:
+        StepLayout(env).check(first)
+    except ValueError as error:
+        raise ValueError(f'env "{env.label}" {error}') from None
+    first = first.copy()
     if field := find_difference(env.reset(seeds), first):
         return [
             f'env "{env.label}" begins other games when it is reset to the same seeds ({field} differ): results cannot '

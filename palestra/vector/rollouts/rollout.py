@@ -9,9 +9,10 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from palestra.core.failures import RunFailed, describe_error
+from palestra.core.failures import RunFailed, describe_error, exit_as_error
 from palestra.core.seeding import derive_seed
 from palestra.core.types import RolloutBatch
+from palestra.envs.step_layout import StepLayout
 from palestra.envs.vector_base import Arrays, VectorEnv, VectorStep, zero_actions
 from palestra.vector.policies.base import VectorPolicy
 
@@ -33,6 +34,7 @@ class VectorRollout:
         self.time_limit = time_limit
         self.zeros = zeros
         self.recurrent_states: dict[str, Any] = {}
+        self._layout = StepLayout(env)
         self.restart(seeds)
         self._batch: RolloutBatch | None = None
 
@@ -93,12 +95,18 @@ class VectorRollout:
             )
 
     def _call(self, method: Literal["reset", "step"], argument: np.ndarray) -> VectorStep:
-        """Returns the result of the env's `reset` or `step`. Raises RunFailed with the traceback if the env raises."""
+        """Returns the result of the env's `reset` or `step`. Raises RunFailed with the traceback if the env raises, and
+        for arrays of another layout than its spec says."""
         try:
-            vector_step: VectorStep = getattr(self.env, method)(argument)
+            with exit_as_error():
+                vector_step: VectorStep = getattr(self.env, method)(argument)
         except Exception as error:
             message, trace = describe_error(error)
             raise RunFailed.from_traceback(f'env "{self.env.label}" failed in {method}: {message}', trace) from error
+        try:
+            self._layout.check(vector_step)
+        except ValueError as error:
+            raise RunFailed(f'env "{self.env.label}" {error} (in {method})') from None
         vector_step = without_absent_views(vector_step)
         return terminate_truncated(vector_step) if self.time_limit == "ends" else vector_step
 

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
+import torch
 from helpers.command_line import invoke, refused
 
 import palestra as pl
@@ -145,6 +147,53 @@ def test_reward_functions_may_have_the_form_of_trl():
     assert seen[1][:2] == ([prompt], [[{"role": "assistant", "content": "x"}]])
     with pytest.raises(ValueError, match=r"returned 1.0 \(float\) for row 0: return a list with a number for each"):
         play(chain(lambda completions, **columns: 1.0), "a", "b")
+    for wrong in ({"x": 1.0}, {1.0}):
+        with pytest.raises(ValueError, match="for row 0: return a list with a number for each"):
+            play(chain(lambda completions, wrong=wrong: wrong), "a", "b")
+    rows = [{"prompt": "p", "completions": "c"}]
+    with pytest.raises(ValueError, match="asks for completions, which is also a column of the rows: rename"):
+        pl.Prompts(rows, lambda completions: [1.0])
+
+
+def test_reward_functions_get_row_and_answer_in_this_order():
+    with pytest.raises(
+        ValueError, match=r'"by_name" takes \(answers, row\), and is called with \(row, answers\): swap'
+    ):
+
+        def by_name(answers, row):
+            return 1.0
+
+        chain(by_name)
+
+
+def test_a_reward_function_that_changes_its_row_changes_no_prompt():
+    def greedy(row, answer):
+        row["goals"].append("more")
+        return len(row.pop("goals")) == 3
+
+    env = pl.Prompts([{"prompt": "p", "goals": ["x", "y"]}], greedy)
+    for _ in range(2):
+        assert play(env, "a")[1].info["success"] is True
+
+
+def test_truth_values_of_arrays_are_successes_and_an_empty_mapping_is_no_reward():
+    for value in (True, np.bool_(True), np.array(True), torch.tensor(True)):
+        _, step = play(pl.Prompts([{"prompt": "p"}], lambda row, answer, value=value: value), "a")
+        assert (step.team_reward, step.info["success"]) == (1.0, True)
+    with pytest.raises(ValueError, match=r"returned \{\} .* for row 0: return a finite number"):
+        play(pl.Prompts([{"prompt": "p"}], lambda row, answer: {}), "a")
+
+
+def test_a_reward_function_that_exits_is_an_error():
+    with pytest.raises(ValueError, match=r'"exit" failed for row 0 with RuntimeError: it called sys\.exit\(3\)'):
+        play(pl.Prompts([{"prompt": "p"}], {"exit": lambda row, answer: sys.exit(3)}), "a")
+
+
+def test_a_column_called_as_the_answers_so_far_is_refused():
+    rows = [{"transcript": "t"}]
+    assert play(pl.Prompts(rows, lambda row, answer: 1.0, prompt="{transcript}"), "a")[0] == ["t"]
+    with pytest.raises(ValueError, match="transcript is a column of the rows, and in prompts all answers so far"):
+        pl.Chain(rows, prompts={"a": "say", "b": "{transcript}"}, reward=top_row)
 
 
 def test_rows_may_be_a_dataset_or_a_file(tmp_path):

@@ -710,6 +710,45 @@ def test_a_success_that_the_last_step_does_not_report_is_refused():
     assert "reports a success in an earlier step and none in its last, which counts" in episode.error
 
 
+def test_a_reward_before_anybody_acts_is_refused():
+    class Generous(Count):
+        def reset(self, seed):
+            return replace(super().reset(seed), rewards={"a": 5.0})
+
+    (episode,), _ = grow(lambda: Generous(3), Branching("root", 1))
+    assert 'env "count" pays in reset, before anybody acted: pay in the first step' in episode.error
+
+
+def test_an_env_that_exits_loses_its_branch():
+    class Quits(Count):
+        def step(self, actions):
+            raise SystemExit(0)
+
+    (episode,), _ = grow(lambda: Quits(3), Branching("root", 1))
+    assert "RuntimeError: it called sys.exit(0)" in episode.error
+
+
+def test_nodes_keep_what_was_observed_though_the_env_changes_it():
+    class InPlace(Count):
+        """Returns one dictionary of observations, of which it changes the values."""
+
+        def reset(self, seed):
+            self.seen = {"a": {"moves": []}}
+            self.said = []
+            return Step(self.seen)
+
+        def step(self, actions):
+            self.said.append(actions["a"])
+            self.seen["a"]["moves"].append(actions["a"])
+            if len(self.said) == self.turns:
+                self.seen.clear()
+            return Step(self.seen, {"a": 1.0})
+
+    (episode,), _ = grow(lambda: InPlace(3), Branching("root", 1), script=lambda query, i: "x")
+    assert episode.error is None
+    assert [node.observations["a"] for node in episode.nodes] == [{"moves": ["x"] * n} for n in range(3)]
+
+
 def test_failed_reward_is_the_reward_of_the_step_that_fails():
     (episode,), _ = grow(lambda: OneBad(1), Branching("root", 4), script=lambda query, i: str(i), failed_reward=-1.0)
     assert episode.error is None and episode.failed_share == 0.0
