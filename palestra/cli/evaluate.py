@@ -124,6 +124,8 @@ def evaluate(  # noqa: PLR0913 - a parameter for each option
         options["sampling"] = sampling_options(temperature)
         if show:
             require_text_env(what, "--show")
+        if record:
+            _check_name(what, record)
         if judge:
             from palestra.evaluation.judged import Judge
 
@@ -234,6 +236,16 @@ def _print_judged(
     console.print(table)
     if judged.error:
         console.print(styled_text("the judge failed, the first time with ", (judged.error, "bold")))
+
+
+def _check_name(run: Path, name: str) -> None:
+    """Raises ValueError if `name` is that of an evaluation of the run's config, whose curve it would continue."""
+    from palestra.core.config import load
+    from palestra.runs import find_run
+
+    own = load(find_run(run) / "config.yaml").get("evals") or {}
+    if name in own:
+        raise ValueError(f"--record {name}: {run} evaluates itself under this name: record under another one")
 
 
 def _record(run: Path, name: str, checkpoint: int | None, results: list[EvalResult]) -> None:

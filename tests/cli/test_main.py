@@ -338,6 +338,8 @@ def test_eval_can_record_its_result_in_the_run(run, tmp_path):
     assert line["seats"]["guide"].startswith("walker@") and line["seats"]["walker"].startswith("guide@")
     recorded = load_episodes(path / "eval_episodes/swapped/step-000002.parquet")
     assert "".join("1" if episode.success else "0" for episode in recorded) == line["outcomes"]
+    own = before[0]["name"]
+    assert "evaluates itself under this name" in refused("eval", path, "--episodes", 1, "--record", own)
 
 
 def test_eval_is_deterministic_and_read_only(run):

@@ -144,6 +144,28 @@ class Flat(torch.nn.Linear):
         return super().forward(obs).flatten()
 
 
+class Double(Layers):
+    """A network of other numbers."""
+
+    def forward(self, obs):
+        return super().forward(obs).double()
+
+
+class Noisy(Layers):
+    """A network with chance in it."""
+
+    def forward(self, obs):
+        return super().forward(obs) + torch.randn(1)
+
+
+class Centred(Layers):
+    """A network in which each row depends on all rows."""
+
+    def forward(self, obs):
+        features = super().forward(obs)
+        return features - features.mean(0)
+
+
 class Normed(Layers):
     """A network with statistics that are no parameters."""
 

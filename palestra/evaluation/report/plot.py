@@ -87,6 +87,10 @@ def draw_figure(runs: Sequence[Path], figure: FigureSpec, out: Path) -> list[str
         raise ValueError(f"--band is one of {', '.join(BANDS)}, not {figure.band}")
     logs = [RunLogs(find_run(run)) for run in runs]
     figure = with_default_eval(logs, figure)
+    if other := [run for run in logs if run.x_title != logs[0].x_title]:
+        raise ValueError(
+            f"{logs[0].path} counts {logs[0].x_title} and {other[0].path} {other[0].x_title}: draw one figure for each"
+        )
     metric = figure.metric or default_metric(logs[0], figure)
     groups = group_by_config(logs, figure, metric)
     chars = int(CHARS_PER_IN * figure.width) - HANDLE_CHARS

@@ -9,6 +9,7 @@ observations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -17,7 +18,9 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
+from palestra.core.plain_values import short_repr
 from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat, is_sampled, num_sampled
+from palestra.envs.step_values import number
 from palestra.text.algorithms.base import TokenScores, add_reference_logprobs, build_sample, skip_at_reference
 from palestra.text.algorithms.groups import Penalty, SiblingGroup
 from palestra.text.algorithms.grpo_config import GRPOConfig
@@ -201,7 +204,19 @@ class GRPO(GRPOConfig):
         if self.baseline == "role":
             roles = state.setdefault(ROLE_BASELINES_KEY, {})
             return [_beside_role(group, roles.setdefault(env, {})) for env, group in groups]
-        return [self.advantages(group.values, group) for _, group in groups]
+        return [self._checked_advantages(group) for _, group in groups]
+
+    def _checked_advantages(self, group: SiblingGroup) -> list[float]:
+        """Returns a group's advantages. Raises ValueError if they are not one finite number for each value."""
+        given = self.advantages(group.values, group)
+        if isinstance(given, list | tuple | np.ndarray) and len(given) == len(group.values):
+            numbers = [own for one in given if (own := number(one)) is not None and math.isfinite(own)]
+            if len(numbers) == len(given):
+                return numbers
+        raise ValueError(
+            f"{type(self).__name__}.advantages returned {short_repr(given)}: return a list with a finite number for "
+            f"each of the {len(group.values)} values"
+        )
 
     def _annotate(
         self, group: SiblingGroup, by_turn: Sequence[Sequence[float]], gaps: TokenScores, spread: float

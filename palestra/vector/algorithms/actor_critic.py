@@ -22,7 +22,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from palestra.core.losses import LossInputs, TensorMetrics
+from palestra.core.losses import LossInputs, TensorMetrics, check_loss
 from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.vector_base import Arrays
 from palestra.vector.algorithms.critics import CriticRows, ValueCritic
@@ -114,7 +114,8 @@ class ActorCriticConfig(AlgorithmConfig):
         total = out.new_zeros(())
         lines = []
         for logp, entropy, old_logp, advantage, own in zip(*inputs, strict=True):
-            loss, metrics = self.loss(LossInputs(logp, entropy, old_logp, None, advantage, own))
+            returned = self.loss(LossInputs(logp, entropy, old_logp, None, advantage, own))
+            loss, metrics = check_loss(returned, f"{type(self).__name__}.loss")
             total = total + loss
             if bonus:
                 total = total - bonus * (own * entropy).sum()

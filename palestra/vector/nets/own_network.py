@@ -94,14 +94,31 @@ class OwnBody(nn.Module):
             returned = module(*inputs)
         except Exception as error:  # a user's code may raise anything
             raise ValueError(f"{self.label} fails for {takes}: {type(error).__name__}: {error}") from error
-        if not isinstance(returned, tuple):
-            returned = (returned,)
-        features, *states = returned
+        features, *states = _parts(returned)
         fits = isinstance(features, Tensor) and features.dim() == 2 and len(features) == ROWS
         if not fits or [_shape(state) for state in states] != wanted:
             shapes = ", ".join(str(_shape(part)) for part in (features, *states))
             raise ValueError(f"{self.label} returns {shapes} for {takes}: it must return {must}")
+        if wrong := [part.dtype for part in (features, *states) if part.dtype != torch.float32]:
+            raise ValueError(f"{self.label} returns {wrong[0]} for {takes}: it must return torch.float32")
+        self._check_rows(module, [zeros.shape for zeros in inputs])
         return int(features.shape[1])
+
+    def _check_rows(self, module: nn.Module, shapes: Sequence[torch.Size]) -> None:
+        """Raises ValueError if features are drawn at random, or depend on the other rows, which are other games."""
+        inputs = [torch.rand(shape, generator=torch.Generator().manual_seed(0)) for shape in shapes]
+        first, again = (_parts(module(*inputs))[0] for _ in range(2))
+        if not torch.equal(first, again):
+            raise ValueError(
+                f"{self.label} returns other features for equal inputs, which a resumed run would not repeat: leave "
+                "chance out"
+            )
+        alone = _parts(module(*(part[:1] for part in inputs)))[0]
+        if not torch.allclose(first[:1], alone, atol=1e-3, rtol=1e-3):
+            raise ValueError(
+                f"{self.label} returns other features for a row when other rows, which are other games, are there: "
+                "normalise over features, not over the batch"
+            )
 
     def forward(self, obs: Tensor, last: Linear | None = None) -> Tensor:
         """Returns the features [P, R, H]; with `last`, the output of that linear layer after them."""
@@ -132,6 +149,11 @@ class OwnBody(nn.Module):
         """Moves the constants of the module along with the weights."""
         self._template[0]._apply(fn)
         return super()._apply(fn, recurse)
+
+
+def _parts(returned: Any) -> tuple[Any, ...]:
+    """Returns the features and states that a module returned, which may be the features alone."""
+    return returned if isinstance(returned, tuple) else (returned,)
 
 
 def _build_member(network: OwnNetwork, observation_shape: tuple[int, ...], seed: int) -> nn.Module:

@@ -70,6 +70,14 @@ def test_a_curve_that_ends_early_is_named(runs, tmp_path):
     assert second == "k=8: 3 runs, success 0.41 at the end"
 
 
+def test_runs_that_count_other_steps_are_not_drawn_together(runs, tmp_path):
+    games = a_run(tmp_path, "games", 0)
+    with Run.open(games) as run:
+        run.log_metrics(5, "team", {"success": 1.0, "env_steps": 4096})
+    with pytest.raises(ValueError, match=r"r40 counts training steps done and .*games env steps: draw one figure"):
+        draw_figure([runs[0], games], FigureSpec(metric="success"), tmp_path / "a.svg")
+
+
 def test_a_diverged_evaluation_has_no_interval(tmp_path):
     run = a_run(tmp_path, "r", 0)
     with Run.open(run) as opened:

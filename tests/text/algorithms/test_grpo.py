@@ -52,6 +52,19 @@ def advantages(episode, seat):
 # ---- advantages of one group
 
 
+@pytest.mark.parametrize("given", [[1.0], [1.0, 2.0, 3.0], None, "ab", [1.0, None], [0.5, float("nan")], [[1], [2]]])
+def test_advantages_of_ones_own_rule_are_one_number_for_each_sibling(given):
+    class Odd(GRPO):
+        def advantages(self, values, group):
+            return given
+
+    tree = tree_of(*((None, {"a": "p"}, {"a": float(i)}, 0.0, True) for i in range(2)))
+    with pytest.raises(
+        ValueError, match=r"Odd\.advantages returned .*: return a list with a finite number for each of"
+    ):
+        Odd(branch_at="root", group_size=2).build_samples([tree], "p")
+
+
 def test_advantages_by_hand():
     root3 = 3**0.5
     assert group_advantages([1, 0, 0, 0]) == pytest.approx([root3, -1 / root3, -1 / root3, -1 / root3])

@@ -454,6 +454,29 @@ def test_nonfinite_loss_raises_before_the_update() -> None:
         np.testing.assert_array_equal(value, before[key], err_msg=key)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda loss, metrics: loss, "returned a tensor of shape .*: return a scalar tensor and a dictionary"),
+        (lambda loss, metrics: (loss, None), "return a scalar tensor and a dictionary of metrics"),
+        (lambda loss, metrics: (loss.item(), metrics), "as loss: return a scalar tensor with a gradient"),
+        (lambda loss, metrics: (loss.detach(), metrics), "without gradient as loss"),
+        (lambda loss, metrics: (loss[None], metrics), r"a tensor of shape \[1\] as loss"),
+        (lambda loss, metrics: (loss, metrics | {"return": loss}), "a metric return, which the run logs itself"),
+        (lambda loss, metrics: (loss, {"mine": "high"}), "returned 'high' as metric mine: return a number"),
+    ],
+)
+def test_a_loss_of_ones_own_returns_a_scalar_and_metrics(change: Any, message: str) -> None:
+    class Odd(PPO):
+        def loss(self, rows: Any) -> Any:
+            return change(*super().loss(rows))
+
+    env = Countdown(4)
+    made = learner(Odd(rollout_length=8, minibatches=1, value_norm=False), env, {"a": [0, 1]})
+    with pytest.raises(ValueError, match=rf"Odd\.loss.*{message}"):
+        made.update(collect_rollout(made, env, 8), 0.0)
+
+
 def test_shared_critic_needs_equal_observations_or_a_central_state() -> None:
     env = SimpleSpread(2)
     env.observation_shapes = ((18,), (18,), (17,))

@@ -68,6 +68,9 @@ def test_config_that_does_not_fit_is_refused(settings, says) -> None:
     "name, more, says",
     [
         ("Flat", {}, r"network helpers.own_things:Flat returns \(24,\) for observations of shape \(3, 4\): it must"),
+        ("Double", {}, "returns torch.float64 .* it must return torch.float32"),
+        ("Noisy", {}, "returns other features for equal inputs"),
+        ("Centred", {}, "returns other features for a row when other rows, which are other games, are there"),
         ("Normed", {}, "has the buffer layers.3"),
         ("Memory", {"gru_units": 4}, "leave gru_units and communication_rounds out"),
     ],
