@@ -54,36 +54,34 @@ class StepLayout:
 
     def __init__(self, env: VectorEnv) -> None:
         self.env = env
-        self._checked: dict[str, Any] = {}  # the last array of each name; None: the env has none
+        self._first: dict[str, Layout | None] = {}  # the layouts of the first step; None: it had no such array
+        self._last: dict[str, Any] = {}  # the arrays of the last step, which were right
 
     def check(self, step: Any) -> None:
-        """Raises ValueError if a result of `reset` or `step` is no `VectorStep`, or an array of another layout, or if
-        one that was there is missing, or the other way round."""
+        """Raises ValueError if a result of `reset` or `step` is no `VectorStep`, has an array of another layout than
+        the env's spec says or than the first step had, or has none where the first step had one, or the other way
+        round."""
         if not isinstance(step, VectorStep):
             raise ValueError(f"returns {type(step).__name__}: return a VectorStep from reset and step")
         for name in NAMES:
             array = getattr(step, name)
-            if name not in self._checked or array is not self._checked[name]:
+            if name not in self._last or array is not self._last[name]:
                 self._check_array(name, array, step)
-                self._checked[name] = array
+                self._last[name] = array
         if step.success is not None and step.success.dtype == np.float32:
             _check_shares(step.success)
 
     def _check_array(self, name: str, array: Any, step: VectorStep) -> None:
-        before = self._checked.get(name, array)
-        if name not in REQUIRED and (before is None) != (array is None):
-            raise ValueError(f"has {name} in some steps and none in others: give the array from reset on")
-        if array is None and not self._needs(name):
-            return
-        allowed = self._layouts(name, step)
-        if isinstance(array, np.ndarray) and (array.shape, array.dtype) in allowed:
-            return
-        shape, dtype = allowed[0]
-        have = "none"
-        if array is not None:
-            found = np.asarray(array)
-            have = f"{found.dtype} {list(found.shape)}"
-        raise ValueError(f"has {name} as {have} and not {np.dtype(dtype)} {list(shape)}: correct the array")
+        layout = (array.shape, array.dtype) if isinstance(array, np.ndarray) else None
+        if name in self._first:
+            allowed = [self._first[name]]
+        elif array is None and not self._needs(name):
+            allowed = [None]
+        else:
+            allowed = [*self._layouts(name, step)]
+        if layout not in allowed or (array is not None and layout is None):
+            raise ValueError(f"has {name} as {_shown(array)} and not {_described(allowed[0])}: correct the array")
+        self._first[name] = layout
 
     def _needs(self, name: str) -> bool:
         return name in REQUIRED or ("state" in name and self.env.state_size > 0)
@@ -112,6 +110,17 @@ class StepLayout:
         if name == "action_mask":
             return [((*seats, max(map(num_choices, env.action_spaces))), np.dtype(bool))]
         return [((*games, env.state_size), np.dtype(np.float32))]
+
+
+def _shown(array: Any) -> str:
+    if array is None:
+        return "none"
+    found = np.asarray(array)
+    return f"{found.dtype} {list(found.shape)}"
+
+
+def _described(layout: Layout | None) -> str:
+    return f"{layout[1]} {list(layout[0])}" if layout else "none, as in the first step"
 
 
 def _check_shares(success: np.ndarray) -> None:

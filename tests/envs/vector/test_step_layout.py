@@ -8,7 +8,7 @@ import pytest
 from helpers.vector_toys import Countdown
 
 from palestra.core.failures import RunFailed
-from palestra.envs.step_layout import check_spec
+from palestra.envs.step_layout import StepLayout, check_spec
 from palestra.envs.vector_base import Discrete, VectorStep
 from palestra.envs.vector_check import check_vector_env
 from palestra.vector.policies.base import UniformVectorPolicy
@@ -36,19 +36,23 @@ class Spoiled(Countdown):
         ({"rewards": None}, "rewards as none"),
         ({"rewards": ONES.tolist()}, "has rewards as"),
         ({"obs": np.ones((4, 2, 4), np.int64)}, r"obs as int64 \[4, 2, 4\] and not float32 \[4, 2, 4\]"),
+        ({"obs": np.ones((4, 2, 4), np.uint8)}, r"obs as uint8 \[4, 2, 4\] and not float32 \[4, 2, 4\]"),
         ({"obs": np.ones((4, 2, 5), np.float32)}, r"obs as float32 \[4, 2, 5\]"),
         ({"final_obs": None}, "final_obs as none"),
         ({"terminated": False}, r"terminated as bool \[\] and not bool \[4\]"),
         ({"terminated": np.full(4, 2)}, r"terminated as int64 \[4\] and not bool"),
         ({"agent_mask": None}, "agent_mask as none"),
         ({"agent_mask": np.ones(2, bool)}, r"agent_mask as bool \[2\] and not bool \[4, 2\]"),
-        ({"action_mask": None}, "has action_mask in some steps and none in others"),
+        ({"action_mask": None}, r"has action_mask as none and not bool \[4, 2, 3\]"),
         ({"action_mask": np.ones((4, 2, 3))}, "action_mask as float64"),
         ({"state": np.ones((4, 5), np.float32)}, r"state as float32 \[4, 5\] and not float32 \[4, 2\]"),
-        ({"state": None}, "has state in some steps and none in others"),
-        ({"seat_terminated": np.zeros((4, 2), bool)}, "has seat_terminated in some steps and none in others"),
+        ({"state": None}, r"has state as none and not float32 \[4, 2\]"),
+        (
+            {"seat_terminated": np.zeros((4, 2), bool)},
+            r"seat_terminated as bool \[4, 2\] and not none, as in the first",
+        ),
         ({"success": [True] * 4}, "has success as"),
-        ({"success": 2 * ONES}, "success that is not from 0 to 1"),
+        ({"success": ONES}, r"has success as float32 \[4, 2\] and not bool \[4\]"),
     ],
 )
 def test_arrays_of_another_layout_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -64,6 +68,13 @@ def test_arrays_of_another_layout_are_refused(changes: dict[str, Any], message: 
         rollout.collect([UniformVectorPolicy(env, [0, 1])], 3, 0)
     with pytest.raises(ValueError, match=f"env countdown.*{message}"):
         check_vector_env(make, num_envs=4)
+
+
+def test_a_success_above_1_is_refused() -> None:
+    env = Countdown()
+    step = replace(env.reset(np.arange(4)), success=2 * ONES)
+    with pytest.raises(ValueError, match="success that is not from 0 to 1"):
+        StepLayout(env).check(step)
 
 
 def test_a_result_that_is_no_step_is_refused() -> None:
