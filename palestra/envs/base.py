@@ -68,7 +68,10 @@ class Env(ABC):
         if self.replaces_state:
             return copy.copy(self)
         generators = [value for value in vars(self).values() if type(value) is random.Random]
-        return copy.deepcopy(self, {id(rng): _same_state(rng) for rng in generators})
+        try:
+            return copy.deepcopy(self, {id(rng): _same_state(rng) for rng in generators})
+        except TypeError as error:  # a lock, a file, a generator
+            raise ValueError(f"{type(self).__name__} cannot be copied ({error}): define fork(self)") from error
 
     def instance_of(self, seed: int) -> Any:
         """Returns what identifies the instance of `seed`, a number, a text or a tuple of such, by

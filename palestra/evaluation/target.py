@@ -163,7 +163,7 @@ def find_checkpoint(path: Path, step: int | None) -> Checkpoint:
     matching = [checkpoint for checkpoint in checkpoints if step is None or checkpoint.step + 1 == step]
     if not matching:
         have = ", ".join(str(checkpoint.step + 1) for checkpoint in checkpoints) or "none"
-        raise ValueError(f"{path} has no checkpoint{f' after {step} steps' if step else ''}; it has: {have}")
+        raise ValueError(f"{path} has no checkpoint{'' if step is None else f' after {step} steps'}; it has: {have}")
     return matching[-1].verify()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from palestra.core.types import Seat
@@ -62,3 +62,9 @@ def _policy(seat: Seat, policies: Sequence[str], plays: str, assignments: Sequen
     raise ValueError(
         f'seat "{seat}" has no policy: {plays}, but policies: {named}. Add policies.{seat}, or set policies.default.'
     )
+
+
+def idle_notes(policies: Iterable[str], playing: Collection[str]) -> list[str]:
+    """Returns a note for the user on policies that play in neither training nor evaluations, else no note."""
+    idle = [name for name in policies if name not in playing]
+    return [f"no seat is played by: {', '.join(idle)} (policies)"] if idle else []

@@ -12,6 +12,7 @@ import numpy as np
 from palestra.api.agents.export import export_network
 from palestra.api.agents.serve import ServedAgent
 from palestra.api.agents.trained_agent import TrainedAgent, find_agents
+from palestra.api.trained_run import TrainedRun
 from palestra.core.config import Tree, validate
 from palestra.core.event_loop import call_outside_loop
 from palestra.core.http.calls import SAMPLING_KEYS, ChatCall, parse_conversation
@@ -31,7 +32,7 @@ from palestra.vector.learners.policy_stack import read_frozen_member, read_polic
 
 
 def load_agent(
-    path: str | Path,
+    path: str | Path | TrainedRun,
     name: str = "",
     *,
     seat: Seat = "",
@@ -49,9 +50,10 @@ def load_agent(
     Raises ValueError if there is no such agent, or several and no name.
     """
     names = [name] if name else []
-    found = find_agents(Path(path), names, checkpoint)
+    where = path.path if isinstance(path, TrainedRun) else Path(path)
+    found = find_agents(where, names, checkpoint)
     if len(found) > 1:
-        raise ValueError(f"{path} has several agents: name one of {', '.join(agent.name for agent in found)}")
+        raise ValueError(f"{where} has several agents: name one of {', '.join(agent.name for agent in found)}")
     (agent,) = found
     if agent.kind == "network":
         return NetworkAgent(agent, seat, greedy, seed)

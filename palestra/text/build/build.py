@@ -20,7 +20,7 @@ from palestra.envs.remote.address import pop_metrics
 from palestra.envs.remote.remote_env import env_factory, has_option, make_env
 from palestra.envs.text.board_games import TextGame
 from palestra.runs import find_run, list_checkpoints
-from palestra.runs.seats import resolve_seats
+from palestra.runs.seats import idle_notes, resolve_seats
 from palestra.text.algorithms.grpo_config import GRPOConfig
 from palestra.text.algorithms.reward_model import scoring_sample
 from palestra.text.build.engines import Engines, build_engines
@@ -107,6 +107,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
             *engines.notes(),
             *biased_sampling_notes(parts, learning),
             *chain.from_iterable(file.notes() for file in read),
+            *idle_notes(config.policies, used),
         ],
     )
 

@@ -15,6 +15,7 @@ import torch
 
 from palestra.core.accel.devices import network_device
 from palestra.core.accel.malloc import keep_freed_memory
+from palestra.core.files import read_json
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Seat
 from palestra.envs import VectorEnv
@@ -23,7 +24,7 @@ from palestra.parallel.shared_memory import start_processes
 from palestra.runs import list_checkpoints
 from palestra.runs.loop import restore_checkpoint, run_training
 from palestra.runs.null_run import NullRun
-from palestra.runs.seats import resolve_seats, resolve_teams
+from palestra.runs.seats import idle_notes, resolve_seats, resolve_teams
 from palestra.vector.algorithms.presets import algorithm_name
 from palestra.vector.build.envs import check_memory, make_own_envs, make_vector_env, seed_notes
 from palestra.vector.config import (
@@ -38,6 +39,7 @@ from palestra.vector.config import (
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner
 from palestra.vector.learners.policy_stack import NetPolicyConfig, plays_team, read_policy
 from palestra.vector.learners.teams import JointLearner, TeamLearners, TeamSeats
+from palestra.vector.nets.layers import NetConfig
 from palestra.vector.nets.on_device import CPU, pinned_zeros
 from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
 from palestra.vector.rollouts.actors import ActorPool
@@ -106,7 +108,7 @@ def build_process(config: VectorConfig, ranks: ProcessGroup) -> VectorTrainer:
     device = network_device(config.device)
     learner, others = build_players(config, env, ranks, device)
     if config.start_from:
-        start_networks(learner, config.start_from)
+        start_networks(learner, config.start_from, config, env)
     sweep = config.algorithm.rollout_length * share
     log_every = max(1, math.ceil((config.log_every or config.env_steps / DEFAULT_LOG_LINES) / sweep))
 
@@ -120,6 +122,9 @@ def build_process(config: VectorConfig, ranks: ProcessGroup) -> VectorTrainer:
         zeros = pinned_zeros if device.type == "cuda" else np.zeros  # a GPU copies from pinned memory faster
         rollout = VectorRollout(env, np.arange(env.num_envs), zeros, time_limit=config.algorithm.time_limit)
     evals = config.evals.items() if ranks.is_rank_zero else ()
+    playing = set(seat_policies(config, env).values())
+    for _, one in evals:
+        playing.update(one.seats.values())
     trainer = VectorTrainer(
         rollout=rollout,
         learner=learner,
@@ -134,19 +139,35 @@ def build_process(config: VectorConfig, ranks: ProcessGroup) -> VectorTrainer:
         checkpoint_every=sweeps(config.checkpoint_every or min(config.env_steps / 10, MAX_CHECKPOINT_STEPS)),
         keep_every=sweeps(config.keep_every),
         ranks=ranks,
-        notes=seed_notes(env) if ranks.is_rank_zero else [],
+        notes=[*seed_notes(env), *idle_notes(config.policies, playing)] if ranks.is_rank_zero else [],
     )
     trainer.rollout.restart(trainer.env_seeds("first"))
     return trainer
 
 
-def start_networks(learner: NetLearner | JointLearner, run: str) -> None:
-    """Gives the learner the newest networks of `run`. Raises ValueError for none, or other ones."""
+def start_networks(learner: NetLearner | JointLearner, run: str, config: VectorConfig, env: VectorEnv) -> None:
+    """Gives the learner of `config` the newest networks of `run`. Raises ValueError for none, or other ones."""
     checkpoints = list_checkpoints(run)
     if not checkpoints:
         raise ValueError(f"start_from: {run} has no checkpoint: name the folder of a run that trained networks")
+    checkpoint = checkpoints[-1].verify()
+    if list(checkpoint.names) != list(learner.names):
+        raise ValueError(
+            f"start_from: {run} trained {', '.join(checkpoint.names)}, and this run trains {', '.join(learner.names)}, "
+            "in the order of their seats, by which networks are taken: give both runs the same names in this order"
+        )
+    named = seat_policies(config, env)
+    for name, folder in checkpoint.names.items():
+        own = config.policies[named.get(name, name)].model_dump()
+        member = checkpoint.path / folder / "member.json"
+        before = read_json(member, dict)["config"] if member.exists() else own
+        if other := [key for key in NetConfig.model_fields if before.get(key, own[key]) != own[key]]:
+            raise ValueError(
+                f"start_from: {run} trained {name} with {other[0]}: {before[other[0]]}, and this run has "
+                f"{own[other[0]]}: networks must be the same"
+            )
     try:
-        learner.start_from(checkpoints[-1].verify().path / "training-0")
+        learner.start_from(checkpoint.path / "training-0")
     except (FileNotFoundError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(

@@ -710,6 +710,16 @@ def test_a_success_that_the_last_step_does_not_report_is_refused():
     assert "reports a success in an earlier step and none in its last, which counts" in episode.error
 
 
+def test_an_env_that_cannot_be_copied_is_told_to_define_fork():
+    class Locked(Count):
+        def reset(self, seed):
+            self.lock = threading.Lock()
+            return super().reset(seed)
+
+    (episode,), _ = grow(lambda: Locked(3), Branching("root", 2))
+    assert "Locked cannot be copied (cannot pickle '_thread.lock' object): define fork(self)" in episode.nodes[0].error
+
+
 def test_a_reward_before_anybody_acts_is_refused():
     class Generous(Count):
         def reset(self, seed):

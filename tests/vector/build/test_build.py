@@ -68,12 +68,35 @@ def test_a_run_starts_from_the_networks_of_another(tmp_path: Path, algorithm: di
 
 def test_networks_of_another_kind_cannot_be_the_start(tmp_path: Path) -> None:
     first = trained(tmp_path, env_steps=32)
+    for changes, message in (
+        ({"hidden": [8]}, r"trained agent with hidden: \[4\], and this run has \[8\]"),
+        ({"hidden": [4], "activation": "relu"}, "trained agent with activation: tanh, and this run has relu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trained(tmp_path, policies={"agent": {"type": "net"} | changes}, start_from=str(first))
     with pytest.raises(ValueError, match=r"trained other networks.*size mismatch"):
-        trained(tmp_path, policies={"agent": {"type": "net", "hidden": [8]}}, start_from=str(first))
-    with pytest.raises(ValueError, match=r"trained other networks.*Missing key"):
-        trained(tmp_path, policies={"agent": {"type": "net", "hidden": [4, 4]}}, start_from=str(first))
+        trained(tmp_path, env=TREE["env"] | {"type": "simple_spread"}, start_from=str(first))
     with pytest.raises(ValueError, match="has no checkpoint: name the folder of a run that trained networks"):
         trained(tmp_path, start_from=str(tmp_path))
+
+
+def test_networks_are_not_taken_under_another_name(tmp_path: Path) -> None:
+    """They are taken by the order of seats: other names, or the same at other seats, would be crossed."""
+    policies = {name: {"type": "net", "hidden": [4]} for name in ("left", "right")}
+    changes = {"env": {"type": "matrix", "game": "coordination", "num_envs": 4}, "evals": {}, "env_steps": 64}
+    seats = {"player_0": "left", "player_1": "right"}
+    first = trained(tmp_path, **changes, policies=policies, seats=seats)
+    swapped = {"player_0": "right", "player_1": "left"}
+    with pytest.raises(ValueError, match="trained left, right, and this run trains right, left, in the order of their"):
+        trained(tmp_path, **changes, policies=policies, seats=swapped, start_from=str(first))
+
+
+def test_a_policy_that_plays_no_seat_is_named(tmp_path: Path) -> None:
+    policy = {"type": "net", "hidden": [4]}
+    changes = {"policies": {"agent": policy, "other": policy}, "seats": {"*": "agent"}}
+    trainer = build_vector_run(validate(VectorConfig, TREE | changes))
+    assert "no seat is played by: other (policies)" in trainer.notes
+    trainer.close()
 
 
 @pytest.mark.parametrize(("checkpoint_every", "keep_every"), [(32, 64), (40, 80), (64, 96), (999, 100)])
