@@ -37,7 +37,7 @@ def train(  # noqa: PLR0913 - the parts of a config, by name
     steps: int | None = None,
     callbacks: Sequence[Callback] = (),
     name: str | None = None,
-    root: str | Path = "runs",
+    root: str | Path | None = None,
     resume: str | Path | TrainedRun | None = None,
     **settings: Any,
 ) -> TrainedRun:
@@ -48,7 +48,7 @@ def train(  # noqa: PLR0913 - the parts of a config, by name
     or a function that returns an env; a class defined in a notebook trains in this process only, and is resumed only
     while this process lives. `steps` is the length of the run: training steps of language agents, joint env steps of
     networks, iterations of PSRO. Further `settings` are keys of the config, also dotted ones:
-    `train("demo.yaml", seed=1, **{"policies.planner.lr": 1e-3})`.
+    `train("demo.yaml", seed=1, **{"policies.planner.lr": 1e-3})`. The run's folder is made in `root` (None: runs).
 
     `resume` continues a run from its last checkpoint, possibly for more or fewer `steps`, or with another
     `**{"policies.planner.lr": 1e-4}`. An interrupt (Ctrl-C, or the stop
@@ -62,7 +62,7 @@ def train(  # noqa: PLR0913 - the parts of a config, by name
     named = {"env": env, "policies": policies, "algorithm": algorithm, "seats": seats, "evals": evals}
     changes = {key: value for key, value in named.items() if value is not None} | settings
     if resume is not None:
-        if config is not None or changes.keys() - settings.keys() or name:
+        if config is not None or changes.keys() - settings.keys() or name or root:
             raise ValueError(
                 "a resumed run keeps its config: beside resume= there are only steps=, callbacks= and the rates of its "
                 'policies, **{"policies.NAME.lr": 1e-4}'
@@ -77,7 +77,7 @@ def train(  # noqa: PLR0913 - the parts of a config, by name
             tree = stored = resumed_tree(path, new)
         request = run_request(tree, resume=path, stored=stored)
     else:
-        request = run_request(config_tree(config, changes, steps), name=name, root=root)
+        request = run_request(config_tree(config, changes, steps), name=name, root=root or "runs")
 
     interrupt = Callback()
     if threading.current_thread() is not threading.main_thread():

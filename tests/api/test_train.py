@@ -117,8 +117,9 @@ def test_callback_stops_a_run_that_can_be_resumed(base, tmp_path):
     assert [step for step, _ in again.steps] == [2, 3, 4, 5] and run.config["steps"] == 6
     with pytest.raises(ValueError, match="steps=6, and can have any number from 6 on"):
         pl.train(resume=run.path, steps=1)
-    with pytest.raises(ValueError, match="keeps its config"):
-        pl.train(resume=run.path, seed=1)
+    for changes in ({"seed": 1}, {"root": tmp_path}):
+        with pytest.raises(ValueError, match="keeps its config"):
+            pl.train(resume=run.path, **changes)
 
 
 def test_a_resume_may_shorten_the_run_and_change_learning_rates(base, tmp_path):
