@@ -105,6 +105,9 @@ def evaluate(  # noqa: PLR0913 - a parameter for each option
                 "--judge-tokens limits the replies of a judge: name the judge with --judge": judge_tokens and not judge,
                 "--judge goes with --judge-tokens, --against, --env, --seats, --episodes, --checkpoint, --temperature, "
                 "--seed and --json": judge and (cross or swap or record or show or samples > 1),
+                "--samples compares answers that differ, and --temperature 0 gives the same each time: leave one out": (
+                    samples > 1 and temperature == 0
+                ),
                 "--cross plays members in all assignments: name them with --member, not --seats or --swap": (
                     cross and (swap or seats)
                 ),

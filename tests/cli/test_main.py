@@ -122,6 +122,8 @@ def test_brackets_in_a_message_are_not_markup(base, tmp_path):
         (["train", "--resume", "RUN", "--steps", "2"], "steps=2: the run has steps=3, and can have any"),
         (["train", "--resume", "RUN", "--set", "steps=many"], "steps=many: the run has steps=3, and can"),
         (["eval", "RUN", "--checkpoint", "2"], "no checkpoint after 2 steps; it has: 3"),
+        (["eval", "RUN", "--checkpoint", "0"], "no checkpoint after 0 steps; it has: 3"),
+        (["eval", "RUN", "--samples", "4", "--temperature", "0"], "--temperature 0 gives the same each time"),
         (["eval", "RUN", "--env", "split"], "write key=value"),
         (["eval", "RUN", "--env", "splt=test"], 'has no option "splt": did you mean split'),
         (["eval", "RUN", "--seats", "guide=nobody"], 'no policy "nobody"'),

@@ -492,7 +492,10 @@ WRONG = [
     ({"policies.a/b": {"type": "random"}}, 'cannot be called "a/b"'),
     ({"policies.a@b": {"type": "random"}}, 'cannot be called "a@b"'),
     ({"policies.a:b": {"type": "random"}}, 'cannot be called "a:b"'),
-    ({"policies.guide": {"type": "frozen", "base": "BASE", "path": "/nowhere"}}, "no model at /nowhere"),
+    (
+        {"policies.guide": {"type": "frozen", "base": "BASE", "path": "/nowhere"}},
+        "no model at /nowhere: it does not exist",
+    ),
     ({"algorithm.group_size": 1}, "algorithm: group_size: 1 leaves an answer no sibling"),
     ({"algorithm.continue_from": "bst"}, "algorithm.continue_from"),
 ]

@@ -160,9 +160,8 @@ def load_full_model(folder: Path, engine: Engine) -> None:
     the folder holds no model, or if a weight is missing, unexpected or of another shape."""
     files = sorted(folder.glob("model*.safetensors"))  # one file, or the shards of a large model
     if not files:
-        raise ValueError(
-            f"no model at {folder}: it holds no model.safetensors. Name a folder that save_pretrained wrote."
-        )
+        what = "holds neither an adapter nor model.safetensors" if folder.is_dir() else "does not exist"
+        raise ValueError(f"no model at {folder}: it {what}. Name a folder that save_pretrained wrote.")
     if engine.sharded_params:
         engine.sharded_params.reshard()
     model = engine.model
