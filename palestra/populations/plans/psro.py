@@ -23,8 +23,7 @@ import numpy as np
 from palestra.core.types import TEAM, Metrics
 from palestra.parallel.tasks import Result, Task
 from palestra.populations.normal_form.equilibria import fits_memory
-from palestra.populations.payoffs import PayoffTable
-from palestra.populations.plans.empirical_game import MatchQueue, cells_containing
+from palestra.populations.plans.empirical_game import EmpiricalGame, cells_containing
 from palestra.populations.plans.meta_strategy import MetaStrategy, beaten_opponents, equilibrium_gap, meta_opponents
 from palestra.populations.plans.psro_config import PSROConfig, check_psro
 from palestra.populations.plans.psro_responses import (
@@ -54,7 +53,8 @@ class PSRO:
         self.population = population
         self.seats = tuple(seats) or population.players
         check_psro(config, population, self.seats)
-        self.matches = MatchQueue(population, self.seats, config.games_per_cell, config.cells_per_task)
+        self.game = EmpiricalGame(population, self.seats, config.games_per_cell, config.cells_per_task)
+        self.payoffs = self.game.payoffs
         self.meta_strategies: list[MetaStrategy] = []
         self.responses: list[Response] = []
         self.in_training: dict[str, Response] = {}  # by name of the task of its current slice
@@ -68,7 +68,7 @@ class PSRO:
 
     def initial_tasks(self) -> Sequence[Task]:
         """Returns tasks for the games among the initial members."""
-        return self.matches.initial_tasks()
+        return self.game.initial_tasks()
 
     def on_result(self, task: Task, result: Result) -> list[Task]:
         """Records a result; returns the games, assessments and slices that it makes possible."""
@@ -78,7 +78,7 @@ class PSRO:
             case AssessTask() as assessed, AssessResult() as distance:
                 self._record_assessment(assessed, distance)
             case PlayTask() as played, PlayResult() as games:
-                self.matches.record_result(played, games)
+                self.game.record_result(played, games)
             case TrainTask() as trained, TrainResult() as outcome if not self.is_done:
                 new += self._record_training(trained, outcome)
         if not self.is_done and self._iteration_is_complete():
@@ -104,12 +104,8 @@ class PSRO:
             **last,
         }
 
-    @property
-    def payoffs(self) -> PayoffTable:
-        return self.matches.empirical_game.payoffs
-
     def _counts(self) -> Metrics:
-        return {"members": len(self.population), "games": self.matches.num_games, "env_steps": self.env_steps}
+        return {"members": len(self.population), "games": self.game.num_games, "env_steps": self.env_steps}
 
     # ---- results
 
@@ -122,7 +118,7 @@ class PSRO:
         self._metrics = {response.player: {**metrics, "return": result.return_metric}}
         games = self._add_response(response, result) if response.is_frozen else []
         if self.config.pipeline_levels > 1:
-            games += self.matches.snapshot_tasks(response.player, response.name, self._snapshots())
+            games += self.game.snapshot_tasks(response.player, response.name, self._snapshots())
         return games
 
     def _add_response(self, response: Response, result: TrainResult) -> list[PlayTask]:
@@ -132,7 +128,7 @@ class PSRO:
         only those that have a gain and are new, so that the order of completion does not matter.
         """
         if not self.config.is_correlated:
-            return self.matches.add_member(response.to_member())
+            return self.game.add_member(response.to_member())
         response.gain = self._gain(response, result)
         response.digest = result.policy_digest or response.name
         siblings = [
@@ -142,7 +138,7 @@ class PSRO:
         for each in siblings if all(each.is_frozen for each in siblings) else ():
             if each.gain > 0 and each.digest not in self._digests[each.player]:
                 self._digests[each.player].add(each.digest)
-                games += self.matches.add_member(each.to_member())
+                games += self.game.add_member(each.to_member())
         return games
 
     def _gain(self, response: Response, result: TrainResult) -> float:
@@ -152,7 +148,7 @@ class PSRO:
         if result.mean_return is None or not (is_exact or response.recommended):
             return math.inf
         meta = self.meta_strategies[response.iteration - 1]
-        gain = response_gain(response, result.mean_return, meta, self.matches.empirical_game.payoff_tensors(meta.names))
+        gain = response_gain(response, result.mean_return, meta, self.game.payoff_tensors(meta.names))
         if is_exact:
             return gain
         then = tuple(slice(len(members)) for members in meta.names)  # without members that have joined since
@@ -181,18 +177,18 @@ class PSRO:
         number = len(self.meta_strategies)
         responses = [response for response in self.responses if response.iteration == number]
         are_trained = number == 0 or (bool(responses) and all(response.is_frozen for response in responses))
-        return are_trained and not self.matches.open_tasks
+        return are_trained and not self.game.open_tasks
 
     def _end_iteration(self) -> Sequence[Task]:
         """Ends an iteration. Returns the tasks of its adaptive games if these are not yet played; else solves for the
         meta-strategy and returns the task of its assessment."""
         names = [self.payoffs.members[player] for player in self.seats]
-        tables = self.matches.empirical_game.payoff_tensors(names)
+        tables = self.game.payoff_tensors(names)
         meta = self._solve(names, tables)
         number = len(self.meta_strategies)
         if self.config.adaptive_games and self._refined < number:
             self._refined = number
-            if more := self.matches.adaptive_tasks(meta.joint, self.config.adaptive_games, f"more-{number}"):
+            if more := self.game.adaptive_tasks(meta.joint, self.config.adaptive_games, f"more-{number}"):
                 return more
         self._note_iteration(meta, tables)
         self.meta_strategies.append(meta)
@@ -313,7 +309,7 @@ class PSRO:
         """Returns the opponents of a response by member name; policies in training are named by their newest
         snapshots."""
         if self.config.rectified and response.recommended:
-            payoffs = self.matches.empirical_game.payoff_tensors(meta.names)
+            payoffs = self.game.payoff_tensors(meta.names)
             return beaten_opponents(meta, payoffs, response.player, response.recommended)
         opponents = meta_opponents(meta, response.player, response.recommended)
         if self.config.pipeline_levels == 1:
@@ -331,14 +327,15 @@ class PSRO:
 
         Of these responses it includes those that have payoffs against all others.
         """
-        game = self.matches.empirical_game
         names = {
             player: list(self.meta_strategies[-1].names[self.seats.index(player)]) for player in self.population.players
         }
         for response in self.responses:
             if len(self.meta_strategies) <= response.iteration <= number:
                 names[response.player].append(response.name)
-                if not all(map(game.has_payoffs, cells_containing(self.seats, names, response.player, response.name))):
+                if not all(
+                    map(self.game.has_payoffs, cells_containing(self.seats, names, response.player, response.name))
+                ):
                     names[response.player].pop()
         names_by_seat = [names[player] for player in self.seats]
-        return self._solve(names_by_seat, game.payoff_tensors(names_by_seat))
+        return self._solve(names_by_seat, self.game.payoff_tensors(names_by_seat))

@@ -19,8 +19,7 @@ from pydantic import Field, model_validator
 
 from palestra.core.types import TEAM, Metrics
 from palestra.parallel.tasks import Result, Task
-from palestra.populations.payoffs import PayoffTable
-from palestra.populations.plans.empirical_game import MatchQueue
+from palestra.populations.plans.empirical_game import EmpiricalGame
 from palestra.populations.plans.matchmaking import LatestMatchmaker, MatchmakerConfig, WinRates
 from palestra.populations.plans.meta_strategy import MetaStrategy, drop_negligible
 from palestra.populations.plans.slices import SliceConfig, slice_task
@@ -95,7 +94,8 @@ class SelfPlay:
                 "self_play: a policy of one seat cannot play another; only a population that plays every seat "
                 "(symmetric: true) can play its own current weights"
             )
-        self.matches = MatchQueue(population, self.seats, max(config.games_per_cell, 1), config.cells_per_task)
+        self.game = EmpiricalGame(population, self.seats, max(config.games_per_cell, 1), config.cells_per_task)
+        self.payoffs = self.game.payoffs  # of frozen members; empty if `games_per_cell` is 0
         self.num_initial = {player: len(population.names_of(player)) for player in population.players}
         self.slices_done = dict.fromkeys(population.players, 0)
         self.in_training: set[Player] = set()
@@ -107,7 +107,7 @@ class SelfPlay:
 
     def initial_tasks(self) -> Sequence[Task]:
         """Returns the games among the initial members, if `games_per_cell` is above 0, and the first slices."""
-        return [*(self.matches.initial_tasks() if self.config.games_per_cell else []), *self._slices()]
+        return [*(self.game.initial_tasks() if self.config.games_per_cell else []), *self._slices()]
 
     def on_result(self, task: Task, result: Result) -> list[Task]:
         """Records a result; returns the games, assessments and slices that it makes possible."""
@@ -117,7 +117,7 @@ class SelfPlay:
             case TrainTask() as trained, TrainResult() as outcome:
                 new += self._record_training(trained, outcome)
             case PlayTask() as played, PlayResult() as games:
-                self.matches.record_result(played, games)
+                self.game.record_result(played, games)
             case AssessTask() as assessed, AssessResult() as distance:
                 self._record_assessment(assessed, distance)
         return [*new, *self._slices()]
@@ -133,13 +133,8 @@ class SelfPlay:
         last = {"nash_conv": self.nash_convs[max(self.nash_convs)]} if self.nash_convs else {}
         return {"iteration": self._round(), "iterations": self.config.slices, **self._counts(), **last}
 
-    @property
-    def payoffs(self) -> PayoffTable:
-        """Payoff table of the frozen members; empty if `games_per_cell` is 0."""
-        return self.matches.empirical_game.payoffs
-
     def _counts(self) -> Metrics:
-        return {"members": len(self.population), "games": self.matches.num_games, "env_steps": self.env_steps}
+        return {"members": len(self.population), "games": self.game.num_games, "env_steps": self.env_steps}
 
     def _round(self) -> int:
         """Returns the number of slices that every player has done."""
@@ -170,7 +165,7 @@ class SelfPlay:
         info = {"iteration": self.slices_done[player]}
         member = Member(name, player, f"members/{name}", task.start, info)
         if self.config.games_per_cell:
-            return self.matches.add_member(member)
+            return self.game.add_member(member)
         self.population.add(member)
         return []
 
@@ -207,7 +202,7 @@ class SelfPlay:
             return False
         names = self._pool(done)
         return self.config.matchmaker.type != "solution" or all(
-            map(self.matches.empirical_game.has_payoffs, product(*(names[seat] for seat in self.seats)))
+            map(self.game.has_payoffs, product(*(names[seat] for seat in self.seats)))
         )
 
     def _slice(self, player: Player) -> TrainTask:
@@ -236,7 +231,7 @@ class SelfPlay:
         if self.config.matchmaker.type != "solution":
             return {other: {} for other in others}
         names_by_seat = [names[player] for player in self.seats]
-        strategies = self.config.meta_solver.solve(self.matches.empirical_game.payoff_tensors(names_by_seat))
+        strategies = self.config.meta_solver.solve(self.game.payoff_tensors(names_by_seat))
         meta = MetaStrategy.independent(self.seats, names_by_seat, strategies)
         return {other: meta.marginal(other) for other in others}
 
