@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import chain
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from palestra.core.types import TEAM, Metrics
 from palestra.parallel.tasks import Result, Task
 from palestra.populations.normal_form.equilibria import fits_memory
 from palestra.populations.plans.empirical_game import EmpiricalGame, cells_containing
+from palestra.populations.plans.iterative_plan import IterativePlan
 from palestra.populations.plans.meta_strategy import MetaStrategy, beaten_opponents, equilibrium_gap, meta_opponents
 from palestra.populations.plans.psro_config import PSROConfig, check_psro
 from palestra.populations.plans.psro_responses import (
@@ -39,18 +39,21 @@ from palestra.populations.population import Player, Population
 from palestra.populations.tasks import AssessResult, AssessTask, Opponents, PlayResult, PlayTask, TrainResult, TrainTask
 
 
-class PSRO:
+class PSRO(IterativePlan):
     """Plan of PSRO. `population` holds the initial members, at least one for each player.
 
     `seats` names the player at each seat. A population that plays every seat is named at each, and the game is assumed
     to be symmetric. `meta_strategies` are the meta-strategies by iteration; number 0 is over the initial members.
-    `nash_convs` maps iterations to measured NashConv.
+
+    Metrics are of a slice, or NashConv; after an iteration's last games, counts, and each player's mixture as
+    `mix/MEMBER`. `gap` is the gain of the newest responses over the previous meta-strategy, summed over players: its
+    NashConv if responses are exact, a lower bound if they are learned.
     """
 
     def __init__(self, config: PSROConfig, population: Population, seats: Sequence[Player] = ()) -> None:
         """Raises ValueError if the config does not fit the seats, or a player has no member."""
+        super().__init__(population, config.iterations, config.nash_conv_every, config.stop_nash_conv)
         self.config = config
-        self.population = population
         self.seats = tuple(seats) or population.players
         check_psro(config, population, self.seats)
         self.game = EmpiricalGame(population, self.seats, config.games_per_cell, config.cells_per_task)
@@ -58,13 +61,9 @@ class PSRO:
         self.meta_strategies: list[MetaStrategy] = []
         self.responses: list[Response] = []
         self.in_training: dict[str, Response] = {}  # by name of the task of its current slice
-        self.nash_convs: dict[int, float] = {}
-        self.env_steps = 0
-        self.is_done = False
         self._digests: dict[Player, set[str]] = {player: set() for player in population.players}
         self._answered: dict[Player, set[str | None]] = {player: set() for player in population.players}
         self._refined = -1  # last iteration for which adaptive games were created
-        self._metrics: dict[str, Metrics] = {}
 
     def initial_tasks(self) -> Sequence[Task]:
         """Returns tasks for the games among the initial members."""
@@ -85,24 +84,9 @@ class PSRO:
             new += self._end_iteration()
         return [*new, *self._slices()]
 
-    def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
-        """Returns metrics of a slice, or NashConv; after an iteration's last games, counts, and each player's mixture
-        as `mix/MEMBER`.
-
-        `gap` is the gain of the newest responses over the previous meta-strategy, summed over players: its NashConv if
-        responses are exact, a lower bound if they are learned.
-        """
-        return self._metrics
-
-    def summary(self) -> dict[str, float]:
-        """Returns progress: iterations done and in all, members, games, env steps, and the latest NashConv."""
-        last = {"nash_conv": self.nash_convs[max(self.nash_convs)]} if self.nash_convs else {}
-        return {
-            "iteration": len(self.meta_strategies) - 1,
-            "iterations": self.config.iterations,
-            **self._counts(),
-            **last,
-        }
+    @property
+    def iteration(self) -> int:
+        return len(self.meta_strategies) - 1
 
     def _counts(self) -> Metrics:
         return {"members": len(self.population), "games": self.game.num_games, "env_steps": self.env_steps}
@@ -163,13 +147,6 @@ class PSRO:
                 snapshots[response.player][response.name] = response.latest
         return snapshots
 
-    def _record_assessment(self, task: AssessTask, result: AssessResult) -> None:
-        number = task.iteration
-        measured = result.nash_conv
-        self.nash_convs[number] = measured
-        self.is_done |= measured <= self.config.stop_nash_conv > 0
-        self._metrics = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result.exploitability}}
-
     # ---- iterations
 
     def _iteration_is_complete(self) -> bool:
@@ -198,7 +175,7 @@ class PSRO:
             warn_full(self.config.meta_solver.type, meta, self._metrics[TEAM])
         if not self.is_done:
             self.responses += self._responses(meta, tables)
-        return self._assessment(meta, number)
+        return [] if self.config.is_correlated else self._assessment(number, meta.all_marginals())
 
     def _solve(self, names: Sequence[Sequence[str]], tables: Sequence[np.ndarray]) -> MetaStrategy:
         solver = self.config.meta_solver
@@ -232,15 +209,6 @@ class PSRO:
             self.is_done |= not any(self._unanswered_members(meta, player) for player in players)
         else:
             self._answered = {player: set() for player in players}
-
-    def _assessment(self, meta: MetaStrategy, number: int) -> list[AssessTask]:
-        every = self.config.nash_conv_every
-        last = number == self.config.iterations
-        if not every or self.config.is_correlated or (number % every and not last):
-            return []
-        mixes = meta.all_marginals()
-        files = self.population.names_with_files(chain.from_iterable(mixes.values()))
-        return [AssessTask(f"assess/{number}", iteration=number, strategies=mixes, members=files)]
 
     # ---- responses
 
