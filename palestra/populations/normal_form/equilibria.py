@@ -104,7 +104,14 @@ def correlated_equilibrium(
     size for this tolerance.
     """
     shape = payoffs[0].shape
-    _check_memory(solver, shape)
+    if not fits_memory(solver, shape):
+        members = " x ".join(map(str, shape))
+        rows = sum(constraint_counts(solver, shape))
+        fix = "stop after fewer iterations (iterations, stop_nash_conv)" + (", or use cce" if solver == "ce" else "")
+        raise ValueError(
+            f"solver {solver} on a table of {members} members has {rows} constraints and needs "
+            f"{_num_bytes(solver, shape) / 1e9:.1f} GB; the limit is {MAX_BYTES / 1e9:g} GB: {fix}"
+        )
     gains = ce_gains(payoffs) if solver == "ce" else cce_gains(payoffs)
     units = np.repeat(gain_units(payoffs), constraint_counts(solver, shape))
     try:
@@ -149,15 +156,3 @@ def _num_bytes(solver: CorrelatedSolver, shape: Sequence[int]) -> int:
     """Returns the size in bytes of the constraint matrix and of the square matrix over its rows."""
     rows = sum(constraint_counts(solver, shape))
     return 8 * rows * (rows + math.prod(shape))
-
-
-def _check_memory(solver: CorrelatedSolver, shape: Sequence[int]) -> None:
-    """Raises ValueError unless the solver's matrices for a table of `shape` fit into `MAX_BYTES`."""
-    if not fits_memory(solver, shape):
-        members = " x ".join(map(str, shape))
-        rows = sum(constraint_counts(solver, shape))
-        fix = "stop after fewer iterations (iterations, stop_nash_conv)" + (", or use cce" if solver == "ce" else "")
-        raise ValueError(
-            f"solver {solver} on a table of {members} members has {rows} constraints and needs "
-            f"{_num_bytes(solver, shape) / 1e9:.1f} GB; the limit is {MAX_BYTES / 1e9:g} GB: {fix}"
-        )

@@ -89,15 +89,20 @@ def start_member(
 def response_gain(response: Response, value: float, meta: MetaStrategy, payoffs: Sequence[np.ndarray]) -> float:
     """Returns the gain of a response to `meta` with return `value` over its player's value, times the probability of
     the recommendation that it deviates from; 0 if negligible."""
-    seat = meta.seats.index(response.player)
-    table = payoffs[seat]
-    joint = meta.joint
-    if response.recommended:
-        place = [meta.names[seat].index(response.recommended)]
-        table = table.take(place, axis=seat)
-        joint = joint.take(place, axis=seat)
+    joint, table = _recommended_part(response, meta, payoffs)
     gain = float(joint.sum() * value - (joint * table).sum())
     return gain if gain > MIN_RELATIVE_GAIN * max(float(np.abs(table).max()), abs(value)) else 0.0
+
+
+def _recommended_part(
+    response: Response, meta: MetaStrategy, tables: Sequence[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the joint distribution and the player's table where the response's member is recommended."""
+    seat = meta.seats.index(response.player)
+    if not response.recommended:
+        return meta.joint, tables[seat]
+    place = [meta.names[seat].index(response.recommended)]
+    return meta.joint.take(place, axis=seat), tables[seat].take(place, axis=seat)
 
 
 def gain_error(
@@ -106,18 +111,12 @@ def gain_error(
     """Returns the standard error of `response_gain` for a learned response, from the spread of its returns and the
     standard errors `stderr` of the payoffs of `meta`; None if its games are not known."""
     opponents = list(result.opponents.values())
-    seat = meta.seats.index(response.player)
     games = sum(own.games for own in opponents)
     if games < 2:
         return None
     mean = sum(own.games * own.mean_return for own in opponents) / games
     square = sum(own.games * own.mean_squared_return for own in opponents) / games
-    joint = meta.joint
-    error = stderr[seat]
-    if response.recommended:
-        place = [meta.names[seat].index(response.recommended)]
-        joint = joint.take(place, axis=seat)
-        error = error.take(place, axis=seat)
+    joint, error = _recommended_part(response, meta, stderr)
     played = games / (len(meta.seats) - 1)  # `games` counts each game once per opponent
     own = joint.sum() ** 2 * max(square - mean**2, 0.0) / played
     return math.sqrt(own + float((joint[joint > 0] ** 2 * error[joint > 0] ** 2).sum()))
