@@ -61,3 +61,15 @@ class IterativePlan(ABC):
         self.nash_convs[number] = measured
         self.is_done |= measured <= self.stop_nash_conv > 0
         self._metrics = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result.exploitability}}
+
+
+def check_population(population: Population, self_play: float) -> None:
+    """Raises ValueError if a player has no member, or if several players have `self_play` above 0."""
+    for player in population.players:
+        if not population.names_of(player):
+            raise ValueError(f'player "{player}" has no initial member: add one, for example uniform')
+    if self_play and len(population.players) > 1:
+        raise ValueError(
+            "self_play: a policy of one seat cannot play another; only a population that plays every seat "
+            "(symmetric: true) can play its own current weights"
+        )

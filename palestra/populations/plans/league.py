@@ -168,8 +168,7 @@ class League:
         }
 
     def _freeze(self, learner: LeagueLearner) -> list[Task]:
-        """Adds the last slice's member to the history; returns the tasks of its games against earlier members and of
-        its assessment."""
+        """Adds the last slice's member to the history; returns its games and its assessment."""
         before = self._rated_opponents(learner)
         name = learner.latest
         info = {"learner": learner.name, "role": learner.role, "slices": learner.slices}

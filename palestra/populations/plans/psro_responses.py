@@ -123,8 +123,7 @@ def gain_error(
 
 
 def warn_full(solver: str, meta: MetaStrategy, metrics: Metrics) -> None:
-    """Warns that a run ends because the solver's table has no room for more members than `meta` has; `metrics` are the
-    metrics of the iteration."""
+    """Warns that a run ends because the solver takes no larger table than that of `meta`."""
     members = " x ".join(map(str, meta.joint.shape))
     gap = f", whose newest responses gained {metrics['gap']:.3g} in all" if "gap" in metrics else ""
     fix = "; a lower max_responses or meta_solver cce adds fewer members" if solver == "ce" else ""

@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from palestra.core.types import TEAM, Metrics
 from palestra.parallel.tasks import Result, Task
 from palestra.populations.plans.empirical_game import EmpiricalGame
-from palestra.populations.plans.iterative_plan import IterativePlan
+from palestra.populations.plans.iterative_plan import IterativePlan, check_population
 from palestra.populations.plans.matchmaking import LatestMatchmaker, MatchmakerConfig, WinRates
 from palestra.populations.plans.meta_strategy import MetaStrategy, drop_negligible
 from palestra.populations.plans.slices import SliceConfig, slice_task
@@ -92,13 +92,7 @@ class SelfPlay(IterativePlan):
         super().__init__(population, config.slices, config.nash_conv_every, config.stop_nash_conv)
         self.config = config
         self.seats = tuple(seats) or population.players
-        if empty := [player for player in population.players if not population.names_of(player)]:
-            raise ValueError(f'player "{empty[0]}" has no initial member: add one, for example uniform')
-        if config.self_play and len(population.players) > 1:
-            raise ValueError(
-                "self_play: a policy of one seat cannot play another; only a population that plays every seat "
-                "(symmetric: true) can play its own current weights"
-            )
+        check_population(population, config.self_play)
         self.game = EmpiricalGame(population, self.seats, max(config.games_per_cell, 1), config.cells_per_task)
         self.payoffs = self.game.payoffs  # of frozen members; empty if `games_per_cell` is 0
         self.num_initial = {player: len(population.names_of(player)) for player in population.players}

@@ -101,9 +101,6 @@ class _TensorNumbering:
         self.legal: list[list[int]] = []
         self.seen: list[int] = []  # by state
 
-    def none(self) -> None:
-        self.seen.append(-1)
-
     def see(self, state: Any, player: int) -> list[int]:
         """Records the observation of the player to move; returns its legal actions. Raises ValueError if another state
         with this observation has other legal actions."""
@@ -133,7 +130,7 @@ class _TensorNumbering:
 def _moves(rules: Rules[Any], state: Any, turn: int, views: _TensorNumbering) -> list[tuple[int, float]]:
     if turn >= 0:
         return [(move, 1.0) for move in views.see(state, turn)]
-    views.none()
+    views.seen.append(-1)
     return rules.chance_outcomes(state) if turn == CHANCE else []
 
 

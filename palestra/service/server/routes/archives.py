@@ -83,8 +83,7 @@ def _files(ctx: ServiceContext, row: TableRow) -> list[Path]:
 
 @router.get("/downloads/{run}/{kind}/{name}/{file}")
 def download(path: PathDep, file: str, ctx: ContextDep, expires: Expires, signature: Signature) -> Response:
-    """Sends a file at a signed URL, which is valid until it expires and only for the weights for which it was
-    issued."""
+    """Sends a file at a signed URL, which is valid until it expires and for these weights only."""
     found_row = ctx.store.get(checkpoints, str(TinkerPath.parse(path)))
     row = _check_url(ctx, _download_route(path, file), found_row, expires, signature)
     files = _files(ctx, row)
@@ -190,8 +189,7 @@ async def put_file(
 
 
 def _replace_file(source: Path, target: Path) -> None:
-    """Moves a file to `target` once it is on disk. Raises BadRequest if it took so long to arrive that its upload was
-    removed."""
+    """Moves a file to `target` once it is on disk. Raises BadRequest if its upload was removed."""
     try:
         fsync_path(source)
         os.replace(source, target)
