@@ -30,9 +30,7 @@ from palestra.populations.plans.psro_responses import (
     Response,
     gain_error,
     most_recommended,
-    recommended_members,
     response_gain,
-    start_member,
     warn_full,
 )
 from palestra.populations.population import Player, Population
@@ -214,7 +212,9 @@ class PSRO(IterativePlan):
 
     def _unanswered_members(self, meta: MetaStrategy, player: Player) -> list[str | None]:
         """Returns the members for which a response is still to be trained; [None] for one response for all members."""
-        return [one for one in recommended_members(self.config, meta, player) if one not in self._answered[player]]
+        several = self.config.rectified or self.config.meta_solver.type == "ce"
+        members = list(meta.marginal(player)) if several else [None]
+        return [one for one in members if one not in self._answered[player]]
 
     def _max_responses(self, meta: MetaStrategy) -> int:
         """Returns the largest number of responses of each player in an iteration: `max_responses` with `ce`, 1 with
@@ -240,8 +240,21 @@ class PSRO(IterativePlan):
                     self._answered[player].update(several)
                 for index, member in enumerate(several, start=1):
                     name = f"{player}-{number}" + (f".{index}" if len(several) > 1 else "")
-                    start = start_member(self.config, self.population, meta, tables, player, member)
+                    start = self._start_member(meta, tables, player, member)
                     yield Response(name, player, number, member, start)
+
+    def _start_member(
+        self, meta: MetaStrategy, tables: Sequence[np.ndarray], player: Player, recommended: str | None
+    ) -> str | None:
+        """Returns the member from whose weights a response starts; None for new weights."""
+        if self.config.rectified:
+            start = recommended
+        elif self.config.start == "fresh":
+            return None
+        else:
+            last = meta.names[meta.seats.index(player)][-1]
+            start = last if self.config.start == "last" else meta.best_member(tables, player)
+        return start if self.population.names_with_files([start]) else None
 
     def _slices(self) -> list[TrainTask]:
         """Returns a slice for every response that is not in training."""

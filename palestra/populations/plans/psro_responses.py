@@ -12,8 +12,7 @@ import numpy as np
 
 from palestra.core.types import Metrics
 from palestra.populations.plans.meta_strategy import MetaStrategy
-from palestra.populations.plans.psro_config import PSROConfig
-from palestra.populations.population import Member, Player, Population
+from palestra.populations.population import Member, Player
 from palestra.populations.tasks import TrainResult
 
 MIN_RELATIVE_GAIN = 1e-7  # smaller gains count as 0 (joint solvers); relative to the largest payoff
@@ -51,11 +50,6 @@ class Response:
         return Member(self.name, self.player, f"members/{self.name}", self.start, info)
 
 
-def recommended_members(config: PSROConfig, meta: MetaStrategy, player: Player) -> Sequence[str | None]:
-    """Returns the members for each of which a response is trained; [None] for one response for all members."""
-    return list(meta.marginal(player)) if config.rectified or config.meta_solver.type == "ce" else [None]
-
-
 def most_recommended(members: Sequence[str | None], meta: MetaStrategy, player: Player, count: int) -> list[str | None]:
     """Returns the `count` members that `meta` recommends most often (of equals, the oldest), in the order of
     `members`."""
@@ -64,26 +58,6 @@ def most_recommended(members: Sequence[str | None], meta: MetaStrategy, player: 
     mix = meta.marginal(player)
     chosen = sorted(members, key=lambda name: -mix.get(name or "", 0.0))[:count]
     return [name for name in members if name in chosen]
-
-
-def start_member(
-    config: PSROConfig,
-    population: Population,
-    meta: MetaStrategy,
-    payoffs: Sequence[np.ndarray],
-    player: Player,
-    recommended: str | None,
-) -> str | None:
-    """Returns the member from whose weights a response starts; None for new weights. `payoffs` are the payoff tensors
-    of `meta`."""
-    if config.rectified:
-        start = recommended
-    elif config.start == "fresh":
-        return None
-    else:
-        last = meta.names[meta.seats.index(player)][-1]
-        start = last if config.start == "last" else meta.best_member(payoffs, player)
-    return start if population.names_with_files([start]) else None
 
 
 def response_gain(response: Response, value: float, meta: MetaStrategy, payoffs: Sequence[np.ndarray]) -> float:
