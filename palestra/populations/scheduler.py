@@ -176,8 +176,7 @@ class PlanRun:
             yield self._early.pop(first)
 
     def record(self, done: TaskResult) -> tuple[Sequence[Task], Mapping[str, Metrics]]:
-        """Stores a task's output and its line, then passes the result to the plan; returns the new tasks and the
-        metrics."""
+        """Stores a task's output and line, and passes the result on; returns new tasks, metrics."""
         task = done.task
         files = store_output(done.folder, self.run.path / MEMBERS_DIR / task.output_member) if done.folder else {}
         record = TaskRecord(self.num_done, task, files, done.result)

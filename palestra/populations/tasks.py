@@ -71,6 +71,11 @@ class PlayResult(Result):
 
     payoffs: tuple[PayoffCell, ...]
 
+    @property
+    def num_games(self) -> int:
+        """Games played; exact payoffs have none."""
+        return sum(cell.games for cell in self.payoffs if not cell.exact)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AssessResult(Result):

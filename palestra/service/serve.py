@@ -95,8 +95,7 @@ def serve(options: ServeOptions, say: Say = print) -> None:
 
 @contextmanager
 def _private_files() -> Iterator[None]:
-    """Context in which only this user can read what this process, and those that it starts, create: the database and
-    weights hold what clients sent."""
+    """Makes what this process, and those that it starts, create readable by this user only."""
     before = os.umask(0o077)
     try:
         yield

@@ -31,6 +31,13 @@ def population(*players):
     return made
 
 
+def league_mixture(logic, learner):
+    """Returns the mixture of opponents of a learner's next slice, by name."""
+    weights = logic.opponent_weights(learner)
+    names = logic.met_by(learner).names
+    return {names[i]: float(weights.frozen[i]) for i in weights.frozen.nonzero()[0]} | weights.current
+
+
 def drive(plan, do, rng=None, stop=lambda: False):
     """Does a plan's tasks, the oldest first or, with `rng`, in any order; returns the (task, result, notes) in the
     order in which they were done.

@@ -1,10 +1,12 @@
 """Populations of sides: several seats that a member plays as a whole."""
 
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.toy_populations import league_mixture
 from typer.testing import CliRunner
 
 import palestra as pl
@@ -116,7 +118,7 @@ def test_main_exploiters_of_a_side_target_the_main_agents_of_the_other() -> None
     population = Population(("hunters", "prey"))
     population.add(Member("uniform", ""))
     plan = League(LeagueConfig(explore_share=0.0), population, ("hunters", "prey"))
-    mixture = plan.logic.mixture
+    mixture = partial(league_mixture, plan.logic)
     main, exploiter = plan.learners["hunters_main_0"], plan.learners["hunters_main_exploiter_0"]
     assert mixture(main) == mixture(exploiter) == {"uniform": 1.0}  # nobody has trained
     prey = plan.learners["prey_main_0"]

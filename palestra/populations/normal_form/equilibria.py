@@ -92,39 +92,30 @@ def maximin(table: np.ndarray, ties: Literal["vertex", "entropy"] = "vertex") ->
 
 
 def correlated_equilibrium(
-    payoffs: PayoffTensors, *, objective: Objective = "gini", epsilon: float = 0.0
+    payoffs: PayoffTensors, solver: CorrelatedSolver, *, objective: Objective = "gini", epsilon: float = 0.0
 ) -> np.ndarray:
-    """Returns the correlated equilibrium, float64 [m_0, ..., m_n-1], with the largest Gini impurity (Marris et al.,
-    2021, sec. 4) or entropy (Ortiz et al., 2007).
+    """Returns the correlated equilibrium (`ce`), or the coarse one (`cce`), with the largest Gini
+    impurity (Marris et al., 2021, sec. 4) or entropy (Ortiz et al., 2007), float64 [m_0, ..., m_n-1].
 
-    Given its recommendation, a player gains at most `epsilon` by another member, weighted by the probability of the
-    recommendation, up to a tolerance of 1e-8 in the units of `gain_units`. Raises ValueError if the table is too large,
-    or its payoffs differ too much in size for this tolerance.
+    A player gains at most `epsilon` by another member than the one that is recommended to it,
+    weighted by the probability of the recommendation; in a coarse equilibrium, by a member chosen
+    before recommendations (Moulin & Vial, 1978). The tolerance is 1e-8 in the units of
+    `gain_units`. Raises ValueError if the table is too large, or its payoffs differ too much in
+    size for this tolerance.
     """
-    _check_memory("ce", payoffs[0].shape)
-    return _most_random("ce", payoffs, ce_gains(payoffs) - epsilon, objective)
-
-
-def coarse_correlated_equilibrium(
-    payoffs: PayoffTensors, *, objective: Objective = "gini", epsilon: float = 0.0
-) -> np.ndarray:
-    """Returns the coarse correlated equilibrium, float64 [m_0, ..., m_n-1], with the largest Gini impurity or entropy.
-
-    A player gains at most `epsilon` by a member chosen before recommendations (Moulin & Vial, 1978). Tolerance and
-    errors are as in `correlated_equilibrium`.
-    """
-    _check_memory("cce", payoffs[0].shape)
-    return _most_random("cce", payoffs, cce_gains(payoffs) - epsilon, objective)
-
-
-def _most_random(
-    solver: CorrelatedSolver, payoffs: PayoffTensors, gains: np.ndarray, objective: Objective
-) -> np.ndarray:
-    """Returns the most random joint distribution under the constraints `gains` [rows, cells]."""
     shape = payoffs[0].shape
+    if not fits_memory(solver, shape):
+        members = " x ".join(map(str, shape))
+        rows = sum(constraint_counts(solver, shape))
+        fix = "stop after fewer iterations (iterations, stop_nash_conv)" + (", or use cce" if solver == "ce" else "")
+        raise ValueError(
+            f"solver {solver} on a table of {members} members has {rows} constraints and needs "
+            f"{_num_bytes(solver, shape) / 1e9:.1f} GB; the limit is {MAX_BYTES / 1e9:g} GB: {fix}"
+        )
+    gains = ce_gains(payoffs) if solver == "ce" else cce_gains(payoffs)
     units = np.repeat(gain_units(payoffs), constraint_counts(solver, shape))
     try:
-        return most_random_distribution(gains, objective, units).reshape(shape)
+        return most_random_distribution(gains - epsilon, objective, units).reshape(shape)
     except ValueError as error:
         spread = max(float(np.ptp(table)) for table in payoffs)
         raise ValueError(
@@ -165,15 +156,3 @@ def _num_bytes(solver: CorrelatedSolver, shape: Sequence[int]) -> int:
     """Returns the size in bytes of the constraint matrix and of the square matrix over its rows."""
     rows = sum(constraint_counts(solver, shape))
     return 8 * rows * (rows + math.prod(shape))
-
-
-def _check_memory(solver: CorrelatedSolver, shape: Sequence[int]) -> None:
-    """Raises ValueError unless the solver's matrices for a table of `shape` fit into `MAX_BYTES`."""
-    if not fits_memory(solver, shape):
-        members = " x ".join(map(str, shape))
-        rows = sum(constraint_counts(solver, shape))
-        fix = "stop after fewer iterations (iterations, stop_nash_conv)" + (", or use cce" if solver == "ce" else "")
-        raise ValueError(
-            f"solver {solver} on a table of {members} members has {rows} constraints and needs "
-            f"{_num_bytes(solver, shape) / 1e9:.1f} GB; the limit is {MAX_BYTES / 1e9:g} GB: {fix}"
-        )

@@ -1,5 +1,5 @@
-"""The empirical game of a population: payoffs among frozen members and policies in training, the `play` tasks that
-measure them, and the allocation of further games."""
+"""The empirical game of a population: payoffs among frozen members and policies in training, the
+`play` tasks that measure them, and the allocation of further games."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from palestra.populations.tasks import PlayResult, PlayTask
 
 
 class EmpiricalGame:
-    """Payoffs by members, frozen (`payoffs`) or in training (`snapshot_returns`).
+    """Payoffs of a population, and the tasks that measure them.
 
-    `snapshot_returns` maps members, one for each seat, to the mean returns of their newest snapshots. At least one of
-    them is in training and has the name that it will have once frozen.
+    Each cell gets `games` games, each task `cells` cells; `seats` names the player at each seat.
+    `payoffs` are of frozen members. `snapshot_returns` maps members, one for each seat, to the mean
+    returns of their newest snapshots: at least one of them is in training and has the name that it
+    will have once frozen. `num_games` counts the games played (not exact payoffs); `open_tasks`
+    holds the names of pending tasks between frozen members.
     """
 
-    def __init__(self, seats: Sequence[Player]) -> None:
+    def __init__(self, population: Population, seats: Sequence[Player], games: int, cells: int) -> None:
+        self.population = population
         self.seats = tuple(seats)
+        self.games_per_cell = games
+        self.cells_per_task = cells
         self.payoffs = PayoffTable(seats)
         self.snapshot_returns: dict[MemberProfile, tuple[float, ...]] = {}
+        self.num_games = 0
+        self.open_tasks: set[str] = set()
+        self._snapshot_cells: dict[str, Sequence[MemberProfile]] = {}  # by task: its cells, under future members' names
 
-    def set_snapshot_returns(self, members: Sequence[str], mean: Sequence[float]) -> None:
-        """Sets the mean returns of snapshots, replacing those of earlier snapshots."""
-        for order in permutations(range(len(self.seats))):
-            if all(self.seats[seat] == self.seats[source] for seat, source in enumerate(order)):
-                self.snapshot_returns[tuple(members[source] for source in order)] = tuple(
-                    mean[source] for source in order
-                )
+    # ---- payoffs
 
     def payoff_tensors(self, names: Sequence[Sequence[str]]) -> list[np.ndarray]:
         """Returns mean returns, a float64 array [m_0, ..., m_n-1] for each seat, over `names` by seat.
@@ -54,6 +57,92 @@ class EmpiricalGame:
         frozen = all(name in self.payoffs.members[player] for player, name in zip(self.seats, members, strict=True))
         return frozen and ((cell := self.payoffs.cell(members)).exact or cell.games > 0)
 
+    # ---- tasks
+
+    def initial_tasks(self) -> list[PlayTask]:
+        """Returns tasks for the games among the population's initial members."""
+        for player in self.population.players:
+            for name in self.population.names_of(player):
+                self.payoffs.add_member(player, name)
+        return self._add_open(self._tasks("play/first", self.payoffs.cells_below(), self.games_per_cell))
+
+    def add_member(self, member: Member) -> list[PlayTask]:
+        """Adds a member to the population; returns tasks for its games against the other members."""
+        self.population.add(member)
+        self.payoffs.add_member(member.player, member.name)
+        cells = cells_containing(self.seats, self.payoffs.members, member.player, member.name)
+        return self._add_open(self._tasks(f"play/{member.name}", list(cells), self.games_per_cell))
+
+    def snapshot_tasks(self, player: Player, name: str, training: Mapping[Player, Mapping[str, str]]) -> list[PlayTask]:
+        """Returns tasks for the games of the newest snapshot of `name`, in cells with at least one policy in training.
+
+        `training` maps, for each player, the future name of each policy in training to its newest snapshot.
+        """
+        names = {who: [*self.payoffs.members[who], *training.get(who, {})] for who in self.population.players}
+        newest = {one: snapshot for snapshots in training.values() for one, snapshot in snapshots.items()}
+        cells = [cell for cell in cells_containing(self.seats, names, player, name) if newest.keys() & {*cell}]
+        played = [tuple(newest.get(one, one) for one in cell) for cell in cells]
+        tasks = self._tasks(f"sketch/{newest.get(name, name)}", played, self.games_per_cell)
+        for i, task in enumerate(tasks):
+            self._snapshot_cells[task.name] = cells[i * self.cells_per_task : (i + 1) * self.cells_per_task]
+        return tasks
+
+    def adaptive_tasks(self, strategies: np.ndarray, games: int, label: str) -> list[PlayTask]:
+        """Returns tasks for `games` more games, in the cells where the meta-strategy is most uncertain
+        (`allocate_games`).
+
+        `strategies` is the joint distribution [m_0, ..., m_n-1].
+        """
+        new_games = allocate_games(self.payoffs, strategies, games, max(1, games // 10))
+        tasks: list[PlayTask] = []
+        for count in sorted(set(new_games.values())):
+            cells = [members for members, new_count in new_games.items() if new_count == count]
+            tasks += self._tasks(f"play/{label}-{count}", cells, count)
+        return self._add_open(tasks)
+
+    def _add_open(self, tasks: list[PlayTask]) -> list[PlayTask]:
+        self.open_tasks |= {task.name for task in tasks}
+        return tasks
+
+    def _tasks(self, name: str, cells: Sequence[MemberProfile], games: int) -> list[PlayTask]:
+        return play_tasks(self.population, name, cells, games=games, cells_per_task=self.cells_per_task)
+
+    # ---- results
+
+    def record_result(self, task: PlayTask, result: PlayResult) -> None:
+        self.open_tasks.discard(task.name)
+        self.num_games += result.num_games
+        if named := self._snapshot_cells.pop(task.name, None):
+            for members, cell in zip(named, result.payoffs, strict=True):
+                self.set_snapshot_returns(members, cell.mean)
+        else:
+            for members, cell in zip(task.cells, result.payoffs, strict=True):
+                self.payoffs.add_games(members, cell)
+
+    def set_snapshot_returns(self, members: Sequence[str], mean: Sequence[float]) -> None:
+        """Sets the mean returns of snapshots, replacing those of earlier snapshots."""
+        for order in permutations(range(len(self.seats))):
+            if all(self.seats[seat] == self.seats[source] for seat, source in enumerate(order)):
+                names = tuple(members[source] for source in order)
+                self.snapshot_returns[names] = tuple(mean[source] for source in order)
+
+
+def play_tasks(
+    population: Population, name: str, cells: Sequence[MemberProfile], *, games: int, cells_per_task: int
+) -> list[PlayTask]:
+    """Returns tasks `name`/0, `name`/1, ... that play `games` games of each of up to
+    `cells_per_task` cells."""
+    chunks = [cells[i : i + cells_per_task] for i in range(0, len(cells), cells_per_task)]
+    return [
+        PlayTask(
+            f"{name}/{number}",
+            cells=tuple(chunk),
+            games_per_cell=games,
+            members=population.names_with_files(chain.from_iterable(chunk)),
+        )
+        for number, chunk in enumerate(chunks)
+    ]
+
 
 def cells_containing(
     seats: Sequence[Player], names: Mapping[Player, Sequence[str]], player: Player, name: str
@@ -68,96 +157,6 @@ def cells_containing(
     for chosen in product(*choices):
         left = {other: list(members) for other, members in chosen}
         yield tuple(left[seat].pop(0) for seat in seats)
-
-
-class MatchQueue:
-    """Creates tasks for missing payoffs, and records their results.
-
-    Each cell gets `games` games, each task `cells` cells; `seats` names the player at each seat. `num_games` counts the
-    games played (not exact payoffs); `open_tasks` holds the names of pending tasks between frozen members.
-    """
-
-    def __init__(self, population: Population, seats: Sequence[Player], games: int, cells: int) -> None:
-        self.population = population
-        self.games_per_cell = games
-        self.cells_per_task = cells
-        self.empirical_game = EmpiricalGame(seats)
-        self.num_games = 0
-        self.open_tasks: set[str] = set()
-        self._snapshot_cells: dict[str, Sequence[MemberProfile]] = {}  # by task: its cells, under future members' names
-
-    def initial_tasks(self) -> list[PlayTask]:
-        """Returns tasks for the games among the population's initial members."""
-        for player in self.population.players:
-            for name in self.population.names_of(player):
-                self.empirical_game.payoffs.add_member(player, name)
-        return self._add_open(self._tasks("play/first", self.empirical_game.payoffs.cells_below(), self.games_per_cell))
-
-    def add_member(self, member: Member) -> list[PlayTask]:
-        """Adds a member to the population; returns tasks for its games against the other members."""
-        self.population.add(member)
-        self.empirical_game.payoffs.add_member(member.player, member.name)
-        cells = cells_containing(
-            self.empirical_game.seats, self.empirical_game.payoffs.members, member.player, member.name
-        )
-        return self._add_open(self._tasks(f"play/{member.name}", list(cells), self.games_per_cell))
-
-    def snapshot_tasks(self, player: Player, name: str, training: Mapping[Player, Mapping[str, str]]) -> list[PlayTask]:
-        """Returns tasks for the games of the newest snapshot of `name`, in cells with at least one policy in training.
-
-        `training` maps, for each player, the future name of each policy in training to its newest snapshot.
-        """
-        names = {
-            who: [*self.empirical_game.payoffs.members[who], *training.get(who, {})] for who in self.population.players
-        }
-        newest = {one: snapshot for snapshots in training.values() for one, snapshot in snapshots.items()}
-        cells = [
-            cell for cell in cells_containing(self.empirical_game.seats, names, player, name) if newest.keys() & {*cell}
-        ]
-        played = [tuple(newest.get(one, one) for one in cell) for cell in cells]
-        tasks = self._tasks(f"sketch/{newest.get(name, name)}", played, self.games_per_cell)
-        for i, task in enumerate(tasks):
-            self._snapshot_cells[task.name] = cells[i * self.cells_per_task : (i + 1) * self.cells_per_task]
-        return tasks
-
-    def adaptive_tasks(self, strategies: np.ndarray, games: int, label: str) -> list[PlayTask]:
-        """Returns tasks for `games` more games, in the cells where the meta-strategy is most uncertain
-        (`allocate_games`).
-
-        `strategies` is the joint distribution [m_0, ..., m_n-1].
-        """
-        new_games = allocate_games(self.empirical_game.payoffs, strategies, games, max(1, games // 10))
-        tasks: list[PlayTask] = []
-        for count in sorted(set(new_games.values())):
-            cells = [members for members, new_count in new_games.items() if new_count == count]
-            tasks += self._tasks(f"play/{label}-{count}", cells, count)
-        return self._add_open(tasks)
-
-    def record_result(self, task: PlayTask, result: PlayResult) -> None:
-        self.open_tasks.discard(task.name)
-        self.num_games += sum(cell.games for cell in result.payoffs if not cell.exact)
-        if named := self._snapshot_cells.pop(task.name, None):
-            for members, cell in zip(named, result.payoffs, strict=True):
-                self.empirical_game.set_snapshot_returns(members, cell.mean)
-        else:
-            for members, cell in zip(task.cells, result.payoffs, strict=True):
-                self.empirical_game.payoffs.add_games(members, cell)
-
-    def _add_open(self, tasks: list[PlayTask]) -> list[PlayTask]:
-        self.open_tasks |= {task.name for task in tasks}
-        return tasks
-
-    def _tasks(self, name: str, cells: Sequence[MemberProfile], games: int) -> list[PlayTask]:
-        chunks = [cells[i : i + self.cells_per_task] for i in range(0, len(cells), self.cells_per_task)]
-        return [
-            PlayTask(
-                f"{name}/{number}",
-                cells=tuple(chunk),
-                games_per_cell=games,
-                members=self.population.names_with_files(chain.from_iterable(chunk)),
-            )
-            for number, chunk in enumerate(chunks)
-        ]
 
 
 def allocate_games(

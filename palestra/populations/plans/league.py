@@ -22,6 +22,7 @@ from palestra.core.seeding import derive_seed
 from palestra.core.types import TEAM, Metrics
 from palestra.parallel.tasks import Result, Task
 from palestra.populations.payoffs import MemberProfile
+from palestra.populations.plans.empirical_game import play_tasks
 from palestra.populations.plans.league_rules import LeagueConfig, LeagueLearner, LeagueLogic, OpponentWeights
 from palestra.populations.plans.slices import slice_task
 from palestra.populations.population import Member, Mix, Player, Population
@@ -84,7 +85,7 @@ class League:
             case TrainTask() as trained, TrainResult() as outcome:
                 return self._record_training(trained, outcome)
             case PlayTask(), PlayResult() as played:
-                self.games += sum(cell.games for cell in played.payoffs if not cell.exact)
+                self.games += played.num_games
             case AssessTask() as assessed, AssessResult() as distance:
                 metrics = {"nash_conv": distance.nash_conv, "exploitability": distance.exploitability}
                 self._metrics = {TEAM: {"iteration": assessed.iteration, **self._counts[task.name], **metrics}}
@@ -167,8 +168,7 @@ class League:
         }
 
     def _freeze(self, learner: LeagueLearner) -> list[Task]:
-        """Adds the last slice's member to the history; returns the tasks of its games against earlier members and of
-        its assessment."""
+        """Adds the last slice's member to the history; returns its games and its assessment."""
         before = self._rated_opponents(learner)
         name = learner.latest
         info = {"learner": learner.name, "role": learner.role, "slices": learner.slices}
@@ -217,17 +217,11 @@ class League:
 
     def _play(self, learner: LeagueLearner, name: str, others: Sequence[str]) -> list[PlayTask]:
         """Returns the games of a learner's new copy `name` against members that it meets."""
-        tasks: list[PlayTask] = []
-        for i in range(0, len(others), self.config.cells_per_task):
-            some = others[i : i + self.config.cells_per_task]
-            task = PlayTask(
-                f"play/{name}/{len(tasks)}",
-                cells=tuple(self._cell(learner, name, other) for other in some),
-                games_per_cell=self.config.games_per_cell,
-                members=self.population.names_with_files([name, *some]),
-            )
-            tasks.append(task)
-        return tasks
+        cells = [self._cell(learner, name, other) for other in others]
+        games = self.config.games_per_cell
+        return play_tasks(
+            self.population, f"play/{name}", cells, games=games, cells_per_task=self.config.cells_per_task
+        )
 
     def _cell(self, learner: LeagueLearner, name: str, other: str) -> MemberProfile:
         """Returns the members at the seats: `name` at the learner's side, or at the first seat, `other` elsewhere."""

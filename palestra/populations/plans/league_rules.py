@@ -166,16 +166,8 @@ class LeagueLogic:
         self._num_seen = 0
         self.initial_members = {player: list(self.history(player).names) for player in population.players}
 
-    def mixture(self, learner: LeagueLearner) -> Mix:
-        """Returns the mixture of opponents for a learner's next slice: frozen members, and learners with their current
-        weights. Its own name stands for self-play."""
-        weights = self.opponent_weights(learner)
-        names = self.met_by(learner).names
-        frozen = {names[i]: float(weights.frozen[i]) for i in np.flatnonzero(weights.frozen)}
-        return frozen | weights.current
-
     def opponent_weights(self, learner: LeagueLearner) -> OpponentWeights:
-        """Returns the weights of `mixture`, with the members of the history as an array."""
+        """Returns the weights of the opponents of a learner's next slice. Its own name stands for self-play."""
         rules = {"main": self._main, "main_exploiter": self._main_exploiter, "league_exploiter": self._league_exploiter}
         rates = self.history_rates(learner)
         explore = self.config.explore_share

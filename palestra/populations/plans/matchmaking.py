@@ -76,21 +76,15 @@ def pfsp(win_rates: np.ndarray, weighting: PFSPWeighting = "squared") -> np.ndar
     return chosen / chosen.sum() if chosen.sum() > 0 else np.full(len(p), 1 / len(p))
 
 
-def _some(names: Sequence[str]) -> Sequence[str]:
-    if not names:
-        raise ValueError("there is no member to play yet: a population starts from at least one, for example uniform")
-    return names
-
-
 class Matchmaker(StrictModel):
     """Computes a learner's mixture of opponents."""
 
     @abstractmethod
     def mix(self, names: Sequence[str], win_rates: Mapping[str, float], solution: Mix) -> Mix:
-        """Returns the mixture over `names`, the possible opponents, oldest first.
+        """Returns the mixture over `names`, the possible opponents, oldest first, at least one.
 
-        `win_rates` are the learner's win rates against them (0.5 where missing), `solution` is a meta-solver's mixture;
-        a matchmaker may ignore them. Raises ValueError if there is no opponent.
+        `win_rates` are the learner's win rates against them (0.5 where missing), `solution` is a
+        meta-solver's mixture over them; a matchmaker may ignore both.
         """
 
 
@@ -100,7 +94,7 @@ class LatestMatchmaker(Matchmaker):
     type: Literal["latest"] = "latest"
 
     def mix(self, names: Sequence[str], win_rates: Mapping[str, float], solution: Mix) -> Mix:
-        return {_some(names)[-1]: 1.0}
+        return {names[-1]: 1.0}
 
 
 class HistoryMatchmaker(Matchmaker):
@@ -113,7 +107,7 @@ class HistoryMatchmaker(Matchmaker):
     """Fraction of the history to use, newest members first; 1: all, 0: only the newest member."""
 
     def mix(self, names: Sequence[str], win_rates: Mapping[str, float], solution: Mix) -> Mix:
-        newest = _some(names)[-max(1, math.ceil(self.delta * len(names))) :]
+        newest = names[-max(1, math.ceil(self.delta * len(names))) :]
         return dict.fromkeys(newest, 1 / len(newest))
 
 
@@ -126,7 +120,7 @@ class PFSPMatchmaker(Matchmaker):
     1 - p)."""
 
     def mix(self, names: Sequence[str], win_rates: Mapping[str, float], solution: Mix) -> Mix:
-        rates = np.array([win_rates.get(name, UNPLAYED_WIN_RATE) for name in _some(names)])
+        rates = np.array([win_rates.get(name, UNPLAYED_WIN_RATE) for name in names])
         shares = pfsp(rates, self.weighting)
         return {name: float(share) for name, share in zip(names, shares, strict=True) if share > 0}
 
@@ -137,9 +131,6 @@ class MetaSolverMatchmaker(Matchmaker):
     type: Literal["solution"] = "solution"
 
     def mix(self, names: Sequence[str], win_rates: Mapping[str, float], solution: Mix) -> Mix:
-        """Returns `solution`. Raises ValueError if it is empty or contains a name that is not in `names`."""
-        if not solution or set(solution) - set(names):
-            raise ValueError(f"the solution {solution} is not a mixture of {list(names)}: solve the table first")
         return solution
 
 

@@ -16,59 +16,56 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import chain
 
 import numpy as np
 
 from palestra.core.types import TEAM, Metrics
 from palestra.parallel.tasks import Result, Task
 from palestra.populations.normal_form.equilibria import fits_memory
-from palestra.populations.payoffs import PayoffTable
-from palestra.populations.plans.empirical_game import MatchQueue, cells_containing
+from palestra.populations.plans.empirical_game import EmpiricalGame, cells_containing
+from palestra.populations.plans.iterative_plan import IterativePlan
 from palestra.populations.plans.meta_strategy import MetaStrategy, beaten_opponents, equilibrium_gap, meta_opponents
 from palestra.populations.plans.psro_config import PSROConfig, check_psro
 from palestra.populations.plans.psro_responses import (
     Response,
     gain_error,
     most_recommended,
-    recommended_members,
     response_gain,
-    start_member,
     warn_full,
 )
 from palestra.populations.population import Player, Population
 from palestra.populations.tasks import AssessResult, AssessTask, Opponents, PlayResult, PlayTask, TrainResult, TrainTask
 
 
-class PSRO:
+class PSRO(IterativePlan):
     """Plan of PSRO. `population` holds the initial members, at least one for each player.
 
     `seats` names the player at each seat. A population that plays every seat is named at each, and the game is assumed
     to be symmetric. `meta_strategies` are the meta-strategies by iteration; number 0 is over the initial members.
-    `nash_convs` maps iterations to measured NashConv.
+
+    Metrics are of a slice, or NashConv; after an iteration's last games, counts, and each player's mixture as
+    `mix/MEMBER`. `gap` is the gain of the newest responses over the previous meta-strategy, summed over players: its
+    NashConv if responses are exact, a lower bound if they are learned.
     """
 
     def __init__(self, config: PSROConfig, population: Population, seats: Sequence[Player] = ()) -> None:
         """Raises ValueError if the config does not fit the seats, or a player has no member."""
+        super().__init__(population, config.iterations, config.nash_conv_every, config.stop_nash_conv)
         self.config = config
-        self.population = population
         self.seats = tuple(seats) or population.players
         check_psro(config, population, self.seats)
-        self.matches = MatchQueue(population, self.seats, config.games_per_cell, config.cells_per_task)
+        self.game = EmpiricalGame(population, self.seats, config.games_per_cell, config.cells_per_task)
+        self.payoffs = self.game.payoffs
         self.meta_strategies: list[MetaStrategy] = []
         self.responses: list[Response] = []
         self.in_training: dict[str, Response] = {}  # by name of the task of its current slice
-        self.nash_convs: dict[int, float] = {}
-        self.env_steps = 0
-        self.is_done = False
         self._digests: dict[Player, set[str]] = {player: set() for player in population.players}
         self._answered: dict[Player, set[str | None]] = {player: set() for player in population.players}
         self._refined = -1  # last iteration for which adaptive games were created
-        self._metrics: dict[str, Metrics] = {}
 
     def initial_tasks(self) -> Sequence[Task]:
         """Returns tasks for the games among the initial members."""
-        return self.matches.initial_tasks()
+        return self.game.initial_tasks()
 
     def on_result(self, task: Task, result: Result) -> list[Task]:
         """Records a result; returns the games, assessments and slices that it makes possible."""
@@ -78,38 +75,19 @@ class PSRO:
             case AssessTask() as assessed, AssessResult() as distance:
                 self._record_assessment(assessed, distance)
             case PlayTask() as played, PlayResult() as games:
-                self.matches.record_result(played, games)
+                self.game.record_result(played, games)
             case TrainTask() as trained, TrainResult() as outcome if not self.is_done:
                 new += self._record_training(trained, outcome)
         if not self.is_done and self._iteration_is_complete():
             new += self._end_iteration()
         return [*new, *self._slices()]
 
-    def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
-        """Returns metrics of a slice, or NashConv; after an iteration's last games, counts, and each player's mixture
-        as `mix/MEMBER`.
-
-        `gap` is the gain of the newest responses over the previous meta-strategy, summed over players: its NashConv if
-        responses are exact, a lower bound if they are learned.
-        """
-        return self._metrics
-
-    def summary(self) -> dict[str, float]:
-        """Returns progress: iterations done and in all, members, games, env steps, and the latest NashConv."""
-        last = {"nash_conv": self.nash_convs[max(self.nash_convs)]} if self.nash_convs else {}
-        return {
-            "iteration": len(self.meta_strategies) - 1,
-            "iterations": self.config.iterations,
-            **self._counts(),
-            **last,
-        }
-
     @property
-    def payoffs(self) -> PayoffTable:
-        return self.matches.empirical_game.payoffs
+    def iteration(self) -> int:
+        return len(self.meta_strategies) - 1
 
     def _counts(self) -> Metrics:
-        return {"members": len(self.population), "games": self.matches.num_games, "env_steps": self.env_steps}
+        return {"members": len(self.population), "games": self.game.num_games, "env_steps": self.env_steps}
 
     # ---- results
 
@@ -122,7 +100,7 @@ class PSRO:
         self._metrics = {response.player: {**metrics, "return": result.return_metric}}
         games = self._add_response(response, result) if response.is_frozen else []
         if self.config.pipeline_levels > 1:
-            games += self.matches.snapshot_tasks(response.player, response.name, self._snapshots())
+            games += self.game.snapshot_tasks(response.player, response.name, self._snapshots())
         return games
 
     def _add_response(self, response: Response, result: TrainResult) -> list[PlayTask]:
@@ -132,7 +110,7 @@ class PSRO:
         only those that have a gain and are new, so that the order of completion does not matter.
         """
         if not self.config.is_correlated:
-            return self.matches.add_member(response.to_member())
+            return self.game.add_member(response.to_member())
         response.gain = self._gain(response, result)
         response.digest = result.policy_digest or response.name
         siblings = [
@@ -142,7 +120,7 @@ class PSRO:
         for each in siblings if all(each.is_frozen for each in siblings) else ():
             if each.gain > 0 and each.digest not in self._digests[each.player]:
                 self._digests[each.player].add(each.digest)
-                games += self.matches.add_member(each.to_member())
+                games += self.game.add_member(each.to_member())
         return games
 
     def _gain(self, response: Response, result: TrainResult) -> float:
@@ -152,7 +130,7 @@ class PSRO:
         if result.mean_return is None or not (is_exact or response.recommended):
             return math.inf
         meta = self.meta_strategies[response.iteration - 1]
-        gain = response_gain(response, result.mean_return, meta, self.matches.empirical_game.payoff_tensors(meta.names))
+        gain = response_gain(response, result.mean_return, meta, self.game.payoff_tensors(meta.names))
         if is_exact:
             return gain
         then = tuple(slice(len(members)) for members in meta.names)  # without members that have joined since
@@ -167,13 +145,6 @@ class PSRO:
                 snapshots[response.player][response.name] = response.latest
         return snapshots
 
-    def _record_assessment(self, task: AssessTask, result: AssessResult) -> None:
-        number = task.iteration
-        measured = result.nash_conv
-        self.nash_convs[number] = measured
-        self.is_done |= measured <= self.config.stop_nash_conv > 0
-        self._metrics = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result.exploitability}}
-
     # ---- iterations
 
     def _iteration_is_complete(self) -> bool:
@@ -181,18 +152,18 @@ class PSRO:
         number = len(self.meta_strategies)
         responses = [response for response in self.responses if response.iteration == number]
         are_trained = number == 0 or (bool(responses) and all(response.is_frozen for response in responses))
-        return are_trained and not self.matches.open_tasks
+        return are_trained and not self.game.open_tasks
 
     def _end_iteration(self) -> Sequence[Task]:
         """Ends an iteration. Returns the tasks of its adaptive games if these are not yet played; else solves for the
         meta-strategy and returns the task of its assessment."""
         names = [self.payoffs.members[player] for player in self.seats]
-        tables = self.matches.empirical_game.payoff_tensors(names)
+        tables = self.game.payoff_tensors(names)
         meta = self._solve(names, tables)
         number = len(self.meta_strategies)
         if self.config.adaptive_games and self._refined < number:
             self._refined = number
-            if more := self.matches.adaptive_tasks(meta.joint, self.config.adaptive_games, f"more-{number}"):
+            if more := self.game.adaptive_tasks(meta.joint, self.config.adaptive_games, f"more-{number}"):
                 return more
         self._note_iteration(meta, tables)
         self.meta_strategies.append(meta)
@@ -202,7 +173,7 @@ class PSRO:
             warn_full(self.config.meta_solver.type, meta, self._metrics[TEAM])
         if not self.is_done:
             self.responses += self._responses(meta, tables)
-        return self._assessment(meta, number)
+        return [] if self.config.is_correlated else self._assessment(number, meta.all_marginals())
 
     def _solve(self, names: Sequence[Sequence[str]], tables: Sequence[np.ndarray]) -> MetaStrategy:
         solver = self.config.meta_solver
@@ -237,20 +208,13 @@ class PSRO:
         else:
             self._answered = {player: set() for player in players}
 
-    def _assessment(self, meta: MetaStrategy, number: int) -> list[AssessTask]:
-        every = self.config.nash_conv_every
-        last = number == self.config.iterations
-        if not every or self.config.is_correlated or (number % every and not last):
-            return []
-        mixes = meta.all_marginals()
-        files = self.population.names_with_files(chain.from_iterable(mixes.values()))
-        return [AssessTask(f"assess/{number}", iteration=number, strategies=mixes, members=files)]
-
     # ---- responses
 
     def _unanswered_members(self, meta: MetaStrategy, player: Player) -> list[str | None]:
         """Returns the members for which a response is still to be trained; [None] for one response for all members."""
-        return [one for one in recommended_members(self.config, meta, player) if one not in self._answered[player]]
+        several = self.config.rectified or self.config.meta_solver.type == "ce"
+        members = list(meta.marginal(player)) if several else [None]
+        return [one for one in members if one not in self._answered[player]]
 
     def _max_responses(self, meta: MetaStrategy) -> int:
         """Returns the largest number of responses of each player in an iteration: `max_responses` with `ce`, 1 with
@@ -276,8 +240,21 @@ class PSRO:
                     self._answered[player].update(several)
                 for index, member in enumerate(several, start=1):
                     name = f"{player}-{number}" + (f".{index}" if len(several) > 1 else "")
-                    start = start_member(self.config, self.population, meta, tables, player, member)
+                    start = self._start_member(meta, tables, player, member)
                     yield Response(name, player, number, member, start)
+
+    def _start_member(
+        self, meta: MetaStrategy, tables: Sequence[np.ndarray], player: Player, recommended: str | None
+    ) -> str | None:
+        """Returns the member from whose weights a response starts; None for new weights."""
+        if self.config.rectified:
+            start = recommended
+        elif self.config.start == "fresh":
+            return None
+        else:
+            last = meta.names[meta.seats.index(player)][-1]
+            start = last if self.config.start == "last" else meta.best_member(tables, player)
+        return start if self.population.names_with_files([start]) else None
 
     def _slices(self) -> list[TrainTask]:
         """Returns a slice for every response that is not in training."""
@@ -313,7 +290,7 @@ class PSRO:
         """Returns the opponents of a response by member name; policies in training are named by their newest
         snapshots."""
         if self.config.rectified and response.recommended:
-            payoffs = self.matches.empirical_game.payoff_tensors(meta.names)
+            payoffs = self.game.payoff_tensors(meta.names)
             return beaten_opponents(meta, payoffs, response.player, response.recommended)
         opponents = meta_opponents(meta, response.player, response.recommended)
         if self.config.pipeline_levels == 1:
@@ -331,14 +308,15 @@ class PSRO:
 
         Of these responses it includes those that have payoffs against all others.
         """
-        game = self.matches.empirical_game
         names = {
             player: list(self.meta_strategies[-1].names[self.seats.index(player)]) for player in self.population.players
         }
         for response in self.responses:
             if len(self.meta_strategies) <= response.iteration <= number:
                 names[response.player].append(response.name)
-                if not all(map(game.has_payoffs, cells_containing(self.seats, names, response.player, response.name))):
+                if not all(
+                    map(self.game.has_payoffs, cells_containing(self.seats, names, response.player, response.name))
+                ):
                     names[response.player].pop()
         names_by_seat = [names[player] for player in self.seats]
-        return self._solve(names_by_seat, game.payoff_tensors(names_by_seat))
+        return self._solve(names_by_seat, self.game.payoff_tensors(names_by_seat))

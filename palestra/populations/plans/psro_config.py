@@ -8,6 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from palestra.core.config import StrictModel
+from palestra.populations.plans.iterative_plan import check_population
 from palestra.populations.plans.solvers import MetaSolverConfig, Nash
 from palestra.populations.population import Player, Population
 
@@ -83,14 +84,7 @@ class PSROConfig(StrictModel):
 
 def check_psro(config: PSROConfig, population: Population, seats: Sequence[Player]) -> None:
     """Raises ValueError if the config does not fit the seats, or a player has no member."""
-    for player in population.players:
-        if not population.names_of(player):
-            raise ValueError(f'player "{player}" has no initial member: add one, for example uniform')
-    if config.self_play and len(population.players) > 1:
-        raise ValueError(
-            "self_play: a policy of one seat cannot play another; only a population that plays every seat "
-            "(symmetric: true) can play its own current weights"
-        )
+    check_population(population, config.self_play)
     if config.rectified and len(seats) != 2:
         raise ValueError(f"rectified: true is for games with two seats; this one has {len(seats)}")
     if config.meta_solver.type == "nash" and len(seats) != 2:

@@ -12,8 +12,7 @@ import numpy as np
 
 from palestra.core.types import Metrics
 from palestra.populations.plans.meta_strategy import MetaStrategy
-from palestra.populations.plans.psro_config import PSROConfig
-from palestra.populations.population import Member, Player, Population
+from palestra.populations.population import Member, Player
 from palestra.populations.tasks import TrainResult
 
 MIN_RELATIVE_GAIN = 1e-7  # smaller gains count as 0 (joint solvers); relative to the largest payoff
@@ -51,11 +50,6 @@ class Response:
         return Member(self.name, self.player, f"members/{self.name}", self.start, info)
 
 
-def recommended_members(config: PSROConfig, meta: MetaStrategy, player: Player) -> Sequence[str | None]:
-    """Returns the members for each of which a response is trained; [None] for one response for all members."""
-    return list(meta.marginal(player)) if config.rectified or config.meta_solver.type == "ce" else [None]
-
-
 def most_recommended(members: Sequence[str | None], meta: MetaStrategy, player: Player, count: int) -> list[str | None]:
     """Returns the `count` members that `meta` recommends most often (of equals, the oldest), in the order of
     `members`."""
@@ -66,38 +60,23 @@ def most_recommended(members: Sequence[str | None], meta: MetaStrategy, player: 
     return [name for name in members if name in chosen]
 
 
-def start_member(
-    config: PSROConfig,
-    population: Population,
-    meta: MetaStrategy,
-    payoffs: Sequence[np.ndarray],
-    player: Player,
-    recommended: str | None,
-) -> str | None:
-    """Returns the member from whose weights a response starts; None for new weights. `payoffs` are the payoff tensors
-    of `meta`."""
-    if config.rectified:
-        start = recommended
-    elif config.start == "fresh":
-        return None
-    else:
-        last = meta.names[meta.seats.index(player)][-1]
-        start = last if config.start == "last" else meta.best_member(payoffs, player)
-    return start if population.names_with_files([start]) else None
-
-
 def response_gain(response: Response, value: float, meta: MetaStrategy, payoffs: Sequence[np.ndarray]) -> float:
     """Returns the gain of a response to `meta` with return `value` over its player's value, times the probability of
     the recommendation that it deviates from; 0 if negligible."""
-    seat = meta.seats.index(response.player)
-    table = payoffs[seat]
-    joint = meta.joint
-    if response.recommended:
-        place = [meta.names[seat].index(response.recommended)]
-        table = table.take(place, axis=seat)
-        joint = joint.take(place, axis=seat)
+    joint, table = _recommended_part(response, meta, payoffs)
     gain = float(joint.sum() * value - (joint * table).sum())
     return gain if gain > MIN_RELATIVE_GAIN * max(float(np.abs(table).max()), abs(value)) else 0.0
+
+
+def _recommended_part(
+    response: Response, meta: MetaStrategy, tables: Sequence[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the joint distribution and the player's table where the response's member is recommended."""
+    seat = meta.seats.index(response.player)
+    if not response.recommended:
+        return meta.joint, tables[seat]
+    place = [meta.names[seat].index(response.recommended)]
+    return meta.joint.take(place, axis=seat), tables[seat].take(place, axis=seat)
 
 
 def gain_error(
@@ -106,26 +85,19 @@ def gain_error(
     """Returns the standard error of `response_gain` for a learned response, from the spread of its returns and the
     standard errors `stderr` of the payoffs of `meta`; None if its games are not known."""
     opponents = list(result.opponents.values())
-    seat = meta.seats.index(response.player)
     games = sum(own.games for own in opponents)
     if games < 2:
         return None
     mean = sum(own.games * own.mean_return for own in opponents) / games
     square = sum(own.games * own.mean_squared_return for own in opponents) / games
-    joint = meta.joint
-    error = stderr[seat]
-    if response.recommended:
-        place = [meta.names[seat].index(response.recommended)]
-        joint = joint.take(place, axis=seat)
-        error = error.take(place, axis=seat)
+    joint, error = _recommended_part(response, meta, stderr)
     played = games / (len(meta.seats) - 1)  # `games` counts each game once per opponent
     own = joint.sum() ** 2 * max(square - mean**2, 0.0) / played
     return math.sqrt(own + float((joint[joint > 0] ** 2 * error[joint > 0] ** 2).sum()))
 
 
 def warn_full(solver: str, meta: MetaStrategy, metrics: Metrics) -> None:
-    """Warns that a run ends because the solver's table has no room for more members than `meta` has; `metrics` are the
-    metrics of the iteration."""
+    """Warns that a run ends because the solver takes no larger table than that of `meta`."""
     members = " x ".join(map(str, meta.joint.shape))
     gap = f", whose newest responses gained {metrics['gap']:.3g} in all" if "gap" in metrics else ""
     fix = "; a lower max_responses or meta_solver cce adds fewer members" if solver == "ce" else ""

@@ -12,15 +12,15 @@ Slice k + 1 of a player starts once slice k of every other player is done.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, product
+from itertools import product
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from palestra.core.types import TEAM, Metrics
 from palestra.parallel.tasks import Result, Task
-from palestra.populations.payoffs import PayoffTable
-from palestra.populations.plans.empirical_game import MatchQueue
+from palestra.populations.plans.empirical_game import EmpiricalGame
+from palestra.populations.plans.iterative_plan import IterativePlan, check_population
 from palestra.populations.plans.matchmaking import LatestMatchmaker, MatchmakerConfig, WinRates
 from palestra.populations.plans.meta_strategy import MetaStrategy, drop_negligible
 from palestra.populations.plans.slices import SliceConfig, slice_task
@@ -80,34 +80,29 @@ class SelfPlayConfig(SliceConfig):
         return self
 
 
-class SelfPlay:
-    """Plan of self-play. `population` holds the initial members; `seats` names the player at each seat."""
+class SelfPlay(IterativePlan):
+    """Plan of self-play. `population` holds the initial members; `seats` names the player at each seat. An iteration is
+    a slice of every player.
+
+    Metrics are of a slice, or NashConv; with counts once all players have trained the same number of slices.
+    """
 
     def __init__(self, config: SelfPlayConfig, population: Population, seats: Sequence[Player] = ()) -> None:
         """Raises ValueError if a player has no member, or if `self_play` is above 0 with several players."""
+        super().__init__(population, config.slices, config.nash_conv_every, config.stop_nash_conv)
         self.config = config
-        self.population = population
         self.seats = tuple(seats) or population.players
-        if empty := [player for player in population.players if not population.names_of(player)]:
-            raise ValueError(f'player "{empty[0]}" has no initial member: add one, for example uniform')
-        if config.self_play and len(population.players) > 1:
-            raise ValueError(
-                "self_play: a policy of one seat cannot play another; only a population that plays every seat "
-                "(symmetric: true) can play its own current weights"
-            )
-        self.matches = MatchQueue(population, self.seats, max(config.games_per_cell, 1), config.cells_per_task)
+        check_population(population, config.self_play)
+        self.game = EmpiricalGame(population, self.seats, max(config.games_per_cell, 1), config.cells_per_task)
+        self.payoffs = self.game.payoffs  # of frozen members; empty if `games_per_cell` is 0
         self.num_initial = {player: len(population.names_of(player)) for player in population.players}
         self.slices_done = dict.fromkeys(population.players, 0)
         self.in_training: set[Player] = set()
         self.win_rates = WinRates(config.win_rate_decay)
-        self.nash_convs: dict[int, float] = {}
-        self.env_steps = 0
-        self.is_done = False
-        self._metrics: dict[str, Metrics] = {}
 
     def initial_tasks(self) -> Sequence[Task]:
         """Returns the games among the initial members, if `games_per_cell` is above 0, and the first slices."""
-        return [*(self.matches.initial_tasks() if self.config.games_per_cell else []), *self._slices()]
+        return [*(self.game.initial_tasks() if self.config.games_per_cell else []), *self._slices()]
 
     def on_result(self, task: Task, result: Result) -> list[Task]:
         """Records a result; returns the games, assessments and slices that it makes possible."""
@@ -117,39 +112,24 @@ class SelfPlay:
             case TrainTask() as trained, TrainResult() as outcome:
                 new += self._record_training(trained, outcome)
             case PlayTask() as played, PlayResult() as games:
-                self.matches.record_result(played, games)
+                self.game.record_result(played, games)
             case AssessTask() as assessed, AssessResult() as distance:
                 self._record_assessment(assessed, distance)
         return [*new, *self._slices()]
 
-    def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
-        """Returns metrics of a slice, or NashConv; with counts once all players have trained the same number of
-        slices."""
-        return self._metrics
-
-    def summary(self) -> dict[str, float]:
-        """Returns progress: slices that every player has done, slices in all, members, games, env steps, and the latest
-        NashConv."""
-        last = {"nash_conv": self.nash_convs[max(self.nash_convs)]} if self.nash_convs else {}
-        return {"iteration": self._round(), "iterations": self.config.slices, **self._counts(), **last}
+    def _counts(self) -> Metrics:
+        return {"members": len(self.population), "games": self.game.num_games, "env_steps": self.env_steps}
 
     @property
-    def payoffs(self) -> PayoffTable:
-        """Payoff table of the frozen members; empty if `games_per_cell` is 0."""
-        return self.matches.empirical_game.payoffs
-
-    def _counts(self) -> Metrics:
-        return {"members": len(self.population), "games": self.matches.num_games, "env_steps": self.env_steps}
-
-    def _round(self) -> int:
-        """Returns the number of slices that every player has done."""
+    def iteration(self) -> int:
+        """The number of slices that every player has done."""
         return min(self.slices_done.values())
 
     # ---- results
 
     def _record_training(self, task: TrainTask, result: TrainResult) -> Sequence[Task]:
         player = task.player
-        before = self._round()
+        before = self.iteration
         for member, games in result.opponents.items():
             self.win_rates.add(player, member, games.games, games.points)
         self.in_training.remove(player)
@@ -158,9 +138,9 @@ class SelfPlay:
         metrics = {"iteration": self.slices_done[player], "env_steps": self.env_steps, "return": result.return_metric}
         self._metrics = {player: metrics}
         new: list[Task] = [*self._keep(task)]
-        if self._round() > before:
-            self._metrics |= {TEAM: {"iteration": self._round(), **self._counts()}}
-            new += self._assessment(self._round())
+        if self.iteration > before:
+            self._metrics |= {TEAM: {"iteration": self.iteration, **self._counts()}}
+            new += self._assessment(self.iteration, self._mixtures())
         return new
 
     def _keep(self, task: TrainTask) -> list[PlayTask]:
@@ -170,28 +150,16 @@ class SelfPlay:
         info = {"iteration": self.slices_done[player]}
         member = Member(name, player, f"members/{name}", task.start, info)
         if self.config.games_per_cell:
-            return self.matches.add_member(member)
+            return self.game.add_member(member)
         self.population.add(member)
         return []
 
-    def _assessment(self, number: int) -> list[AssessTask]:
-        every = self.config.nash_conv_every
-        last = number == self.config.slices
-        if not every or (number % every and not last):
-            return []
-        names = self._names(number)
-        mixes = {player: dict.fromkeys(members, 1 / len(members)) for player, members in names.items()}
+    def _mixtures(self) -> dict[Player, Mix]:
+        """Returns the mixtures whose NashConv is measured."""
+        names = self._names(self.iteration)
         if self.config.nash_conv_of == "latest":
-            mixes = {player: {members[-1]: 1.0} for player, members in names.items()}
-        files = self.population.names_with_files(chain.from_iterable(mixes.values()))
-        return [AssessTask(f"assess/{number}", iteration=number, strategies=mixes, members=files)]
-
-    def _record_assessment(self, task: AssessTask, result: AssessResult) -> None:
-        number = task.iteration
-        measured = result.nash_conv
-        self.nash_convs[number] = measured
-        self.is_done |= measured <= self.config.stop_nash_conv > 0
-        self._metrics = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result.exploitability}}
+            return {player: {members[-1]: 1.0} for player, members in names.items()}
+        return {player: dict.fromkeys(members, 1 / len(members)) for player, members in names.items()}
 
     # ---- slices
 
@@ -203,11 +171,11 @@ class SelfPlay:
 
     def _ready(self, player: Player) -> bool:
         done = self.slices_done[player]
-        if player in self.in_training or done == self.config.slices or self._round() < done:
+        if player in self.in_training or done == self.config.slices or self.iteration < done:
             return False
         names = self._pool(done)
         return self.config.matchmaker.type != "solution" or all(
-            map(self.matches.empirical_game.has_payoffs, product(*(names[seat] for seat in self.seats)))
+            map(self.game.has_payoffs, product(*(names[seat] for seat in self.seats)))
         )
 
     def _slice(self, player: Player) -> TrainTask:
@@ -236,7 +204,7 @@ class SelfPlay:
         if self.config.matchmaker.type != "solution":
             return {other: {} for other in others}
         names_by_seat = [names[player] for player in self.seats]
-        strategies = self.config.meta_solver.solve(self.matches.empirical_game.payoff_tensors(names_by_seat))
+        strategies = self.config.meta_solver.solve(self.game.payoff_tensors(names_by_seat))
         meta = MetaStrategy.independent(self.seats, names_by_seat, strategies)
         return {other: meta.marginal(other) for other in others}
 

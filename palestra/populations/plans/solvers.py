@@ -16,7 +16,7 @@ from pydantic import Field
 from palestra.core.config import StrictModel
 from palestra.populations.normal_form.alpha_rank import alpha_rank
 from palestra.populations.normal_form.convex import Objective
-from palestra.populations.normal_form.equilibria import coarse_correlated_equilibrium, correlated_equilibrium, nash
+from palestra.populations.normal_form.equilibria import correlated_equilibrium, nash
 from palestra.populations.normal_form.iterative_solvers import (
     fictitious_play,
     projected_replicator,
@@ -128,30 +128,30 @@ class AlphaRank(JointMetaSolver):
         return alpha_rank(check_payoffs(payoffs), alpha=self.alpha, m=self.population_size)
 
 
-class CorrelatedEquilibrium(JointMetaSolver):
+class MostRandomEquilibrium(JointMetaSolver):
+    """The most random of all equilibria of a kind."""
+
+    type: Literal["ce", "cce"]
+    objective: Objective = "gini"
+    """Measure of randomness: Gini impurity or entropy."""
+    epsilon: float = Field(0.0, ge=0)
+    """Gain by deviation that is allowed, in units of return."""
+
+    def solve_joint(self, payoffs: PayoffTensors) -> np.ndarray:
+        tables = check_payoffs(payoffs)
+        return correlated_equilibrium(tables, self.type, objective=self.objective, epsilon=self.epsilon)
+
+
+class CorrelatedEquilibrium(MostRandomEquilibrium):
     """The most random correlated equilibrium: no player gains by playing another member than the recommended one."""
 
     type: Literal["ce"] = "ce"
-    objective: Objective = "gini"
-    """Measure of randomness: Gini impurity or entropy."""
-    epsilon: float = Field(0.0, ge=0)
-    """Gain by deviation that is allowed, in units of return."""
-
-    def solve_joint(self, payoffs: PayoffTensors) -> np.ndarray:
-        return correlated_equilibrium(check_payoffs(payoffs), objective=self.objective, epsilon=self.epsilon)
 
 
-class CoarseCorrelatedEquilibrium(JointMetaSolver):
+class CoarseCorrelatedEquilibrium(MostRandomEquilibrium):
     """The most random coarse correlated equilibrium: no player gains by choosing a member before recommendations."""
 
     type: Literal["cce"] = "cce"
-    objective: Objective = "gini"
-    """Measure of randomness: Gini impurity or entropy."""
-    epsilon: float = Field(0.0, ge=0)
-    """Gain by deviation that is allowed, in units of return."""
-
-    def solve_joint(self, payoffs: PayoffTensors) -> np.ndarray:
-        return coarse_correlated_equilibrium(check_payoffs(payoffs), objective=self.objective, epsilon=self.epsilon)
 
 
 MetaSolverConfig = Annotated[

@@ -18,6 +18,7 @@ from pydantic import Field
 from palestra.core.config import StrictModel
 from palestra.core.types import TEAM, Metrics
 from palestra.parallel.tasks import Result, Task
+from palestra.populations.plans.iterative_plan import IterativePlan
 from palestra.populations.population import Member, Player, Population
 from palestra.populations.tasks import (
     AssessResult,
@@ -46,13 +47,16 @@ class XDOConfig(StrictModel):
     """The run ends once NashConv is at most this; 0: never."""
 
 
-class XDO:
-    """Plan of XDO. `population` holds the initial member; its two players have one seat each."""
+class XDO(IterativePlan):
+    """Plan of XDO. `population` holds the initial member; its two players have one seat each.
+
+    Metrics are of a response or a solution, or NashConv. `allowed` counts actions over all information states.
+    """
 
     def __init__(self, config: XDOConfig, population: Population, seats: Sequence[Player] = ()) -> None:
         """Raises ValueError unless there are two players with one seat each and an initial member."""
+        super().__init__(population, config.iterations, config.nash_conv_every, config.stop_nash_conv)
         self.config = config
-        self.population = population
         self.players = population.players
         if len(self.players) != 2 or (seats and tuple(seats) != self.players):
             raise ValueError(
@@ -63,12 +67,8 @@ class XDO:
             raise ValueError("xdo needs an initial member: add one, for example uniform")
         self.solution = next(iter(population)).name
         self.responses: dict[Player, list[str]] = {player: [] for player in self.players}
-        self.iteration = 0
-        self.env_steps = 0
+        self.num_solutions = 0
         self.num_allowed = 0
-        self.nash_convs: dict[int, float] = {}
-        self.is_done = False
-        self._metrics: dict[str, Metrics] = {}
 
     def initial_tasks(self) -> Sequence[Task]:
         return self._responses()
@@ -85,16 +85,9 @@ class XDO:
                 return self._record_solution(solved, solution)
         return []  # also for tasks that were running when NashConv fell to `stop_nash_conv`
 
-    def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
-        """Returns metrics of a response or a solution, or NashConv. `allowed` counts actions over all information
-        states."""
-        return self._metrics
-
-    def summary(self) -> dict[str, float]:
-        """Returns progress: iterations done and in all, members, env steps, allowed actions, and the latest
-        NashConv."""
-        last = {"nash_conv": self.nash_convs[max(self.nash_convs)]} if self.nash_convs else {}
-        return {"iteration": self.iteration, "iterations": self.config.iterations, **self._counts(), **last}
+    @property
+    def iteration(self) -> int:
+        return self.num_solutions
 
     def _counts(self) -> Metrics:
         return {"members": len(self.population), "games": 0, "env_steps": self.env_steps, "allowed": self.num_allowed}
@@ -113,7 +106,7 @@ class XDO:
         return [self._solve(number)] if all(len(names) == number for names in self.responses.values()) else []
 
     def _record_solution(self, task: SolveTask, result: SolveResult) -> list[Task]:
-        self.iteration = self.iteration + 1
+        self.num_solutions += 1
         self.solution = task.output_member
         self.num_allowed = result.num_allowed_actions
         self.population.add(
@@ -122,14 +115,9 @@ class XDO:
         mixed: Metrics = {"iteration": self.iteration, f"mix/{task.output_member}": 1.0}
         self._metrics = {TEAM: {"iteration": self.iteration, **self._counts()}, **dict.fromkeys(self.players, mixed)}
         self.is_done |= self.iteration == self.config.iterations
-        return [*self._assessment(), *([] if self.is_done else self._responses())]
-
-    def _record_assessment(self, task: AssessTask, result: AssessResult) -> None:
-        number = task.iteration
-        measured = result.nash_conv
-        self.nash_convs[number] = measured
-        self.is_done |= measured <= self.config.stop_nash_conv > 0
-        self._metrics = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result.exploitability}}
+        strategies = {player: {self.solution: 1.0} for player in self.players}
+        responses = [] if self.is_done else self._responses()
+        return [*self._assessment(self.iteration, strategies), *responses]
 
     # ---- tasks
 
@@ -158,12 +146,3 @@ class XDO:
             members=tuple(chain.from_iterable(self.responses.values())),
             output_member=f"solution-{number}",
         )
-
-    def _assessment(self) -> list[AssessTask]:
-        every = self.config.nash_conv_every
-        last = self.iteration == self.config.iterations
-        if not every or (self.iteration % every and not last):
-            return []
-        strategies = {player: {self.solution: 1.0} for player in self.players}
-        files = self.population.names_with_files([self.solution])
-        return [AssessTask(f"assess/{self.iteration}", iteration=self.iteration, strategies=strategies, members=files)]

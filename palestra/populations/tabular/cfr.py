@@ -42,13 +42,11 @@ class CFRSolver:
                 self._update_player(player)
 
     def average_policy(self) -> np.ndarray:
-        """Returns the average policy, float64 [I, A]; uniform over the allowed actions in information states that it
-        never reaches."""
+        """Returns the average policy, float64 [I, A]; uniform where no play reaches."""
         return policy_from_plan(self.tree, self.plan_sum, self.default_policy)
 
     def _update_player(self, player: int) -> None:
-        """Updates one player's regrets against the current policies of the others, and its policy by regret
-        matching."""
+        """Updates one player's regrets against the current policies, then its own policy."""
         tree = self.tree
         rows = self.tree.player_rows(player)
         regrets = self.regrets[rows]
@@ -70,8 +68,7 @@ class CFRSolver:
         return np.where(self.action_mask, rows, 0)
 
     def _regret_matching(self, rows: slice) -> np.ndarray:
-        """Returns the policy by regret matching: actions in proportion to their positive regrets; uniform if none is
-        positive."""
+        """Returns actions in proportion to their positive regrets; uniform if none is positive."""
         positive = np.maximum(self.regrets[rows], 0)
         total = positive.sum(1, keepdims=True)
         return np.where(total > 0, positive / np.where(total > 0, total, 1.0), self.default_policy[rows])

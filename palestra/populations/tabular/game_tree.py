@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from palestra.envs.rules.base import Rules
-from palestra.populations.tabular.traversal import GameStates, GameTraversal, enumerate_states, traverse
+from palestra.populations.tabular.traversal import enumerate_states, traverse
 
 MAX_NODES = 1_000_000
 
@@ -62,20 +62,18 @@ class GameTree:
 def build_game_tree(rules: Rules[Any], *, max_nodes: int = MAX_NODES) -> GameTree:
     """Enumerates a game. Raises ValueError if it has more than `max_nodes` nodes, or if information states with the
     same observation differ in their legal actions."""
-    known = enumerate_states(rules, max_nodes)
-    return _build_tree(rules, known, traverse(known, rules.num_players, len(rules.action_names), max_nodes))
-
-
-def _build_tree(rules: Rules[Any], known: GameStates, traversal: GameTraversal) -> GameTree:
-    """Renumbers the information states by player and depth, so that each level is a slice."""
-    order = np.lexsort((traversal.depth, traversal.state_player))
-    owner = traversal.state_player[order]
-    depth = traversal.depth[order]
-    anew = np.empty_like(order)
-    anew[order] = np.arange(len(order))
     n = rules.num_players
     width = len(rules.action_names)
-    seen = traversal.info_state[order]
+    known = enumerate_states(rules, max_nodes)
+    info_states, ends, num_nodes = traverse(known, n, width, max_nodes)
+    # information states are renumbered by player and depth, so that each level is a slice
+    order = np.lexsort((info_states.depth, info_states.owner))
+    owner = np.array(info_states.owner, np.int64)[order]
+    depth = np.array(info_states.depth, np.int64)[order]
+    seen = np.array(info_states.seen, np.int64)[order]
+    parent = np.array(info_states.parent, np.int64)[order]
+    anew = np.empty_like(order)
+    anew[order] = np.arange(len(order))
     return GameTree(
         name=rules.name,
         num_players=n,
@@ -84,12 +82,12 @@ def _build_tree(rules: Rules[Any], known: GameStates, traversal: GameTraversal) 
         action_mask=known.action_mask[seen],
         info_state_tensors=known.info_state_tensors[seen],
         info_state_texts=[known.info_state_texts[view] for view in seen.tolist()],
-        parent_sequence=_renumber_sequences(traversal.parent_sequence[order], anew, n, width),
+        parent_sequence=_renumber_sequences(parent, anew, n, width),
         levels=[_levels(owner, depth, player) for player in range(n)],
-        end_sequences=_renumber_sequences(traversal.end_sequences, anew, n, width),
-        chance_probs=traversal.chance_probs,
-        returns=traversal.returns,
-        num_nodes=traversal.num_nodes,
+        end_sequences=_renumber_sequences(ends.last_sequences, anew, n, width),
+        chance_probs=ends.chance_probs,
+        returns=known.returns[ends.state],
+        num_nodes=num_nodes,
         has_ambiguous_tensors=known.has_ambiguous_tensors or len(np.unique(seen)) < len(seen),
     )
 

@@ -7,7 +7,6 @@ run in Python; the paths are expanded with array operations, all nodes of one de
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,21 +37,6 @@ class NodeLevel(NamedTuple):
     state: np.ndarray  # [M]
     last_sequences: np.ndarray  # [M, n] each player's last sequence
     chance_probs: np.ndarray  # [M]
-
-
-@dataclass
-class GameTraversal:
-    """All paths through a game. Information states are numbered in order of discovery; see `GameTree` for the other
-    fields."""
-
-    state_player: np.ndarray  # [I]
-    depth: np.ndarray  # [I] number of the player's earlier decisions
-    info_state: np.ndarray  # [I] row in `GameStates.info_state_tensors`
-    parent_sequence: np.ndarray  # [I]
-    end_sequences: np.ndarray  # [T, n]
-    chance_probs: np.ndarray  # [T]
-    returns: np.ndarray  # [T, n]
-    num_nodes: int
 
 
 def enumerate_states(rules: Rules[Any], max_states: int) -> GameStates:
@@ -117,9 +101,6 @@ class _TensorNumbering:
         self.legal: list[list[int]] = []
         self.seen: list[int] = []  # by state
 
-    def none(self) -> None:
-        self.seen.append(-1)
-
     def see(self, state: Any, player: int) -> list[int]:
         """Records the observation of the player to move; returns its legal actions. Raises ValueError if another state
         with this observation has other legal actions."""
@@ -149,14 +130,20 @@ class _TensorNumbering:
 def _moves(rules: Rules[Any], state: Any, turn: int, views: _TensorNumbering) -> list[tuple[int, float]]:
     if turn >= 0:
         return [(move, 1.0) for move in views.see(state, turn)]
-    views.none()
+    views.seen.append(-1)
     return rules.chance_outcomes(state) if turn == CHANCE else []
 
 
-def traverse(states: GameStates, num_players: int, num_actions: int, max_nodes: int) -> GameTraversal:
-    """Expands all paths through the game. Paths to one state that no player can distinguish are merged into one node.
-    Raises ValueError if there are more than `max_nodes` nodes."""
-    info_states = _InfoStateNumbering(num_players, num_actions)
+def traverse(
+    states: GameStates, num_players: int, num_actions: int, max_nodes: int
+) -> tuple[InfoStateNumbering, NodeLevel, int]:
+    """Expands all paths through the game; returns the information states, the ends, and the number of
+    nodes.
+
+    Paths to one state that no player can distinguish are merged into one node. Raises ValueError if
+    there are more than `max_nodes` nodes.
+    """
+    info_states = InfoStateNumbering(num_players, num_actions)
     level = NodeLevel(np.zeros(1, np.int64), np.arange(num_players)[None], np.ones(1))
     ends: list[NodeLevel] = []
     nodes = 0
@@ -167,20 +154,10 @@ def traverse(states: GameStates, num_players: int, num_actions: int, max_nodes: 
         over = states.current_player[level.state] == TERMINAL
         ends.append(NodeLevel(*(column[over] for column in level)))
         level = _next(states, NodeLevel(*(column[~over] for column in level)), info_states)
-    over_at, last, chance = (np.concatenate(columns) for columns in zip(*ends, strict=True))
-    return GameTraversal(
-        state_player=np.array(info_states.owner, np.int64),
-        depth=np.array(info_states.depth, np.int64),
-        info_state=np.array(info_states.seen, np.int64),
-        parent_sequence=np.array(info_states.parent, np.int64),
-        end_sequences=last,
-        chance_probs=chance,
-        returns=states.returns[over_at],
-        num_nodes=nodes,
-    )
+    return info_states, NodeLevel(*map(np.concatenate, zip(*ends, strict=True))), nodes
 
 
-class _InfoStateNumbering:
+class InfoStateNumbering:
     """Numbers information states (observation and own past), in order of discovery."""
 
     def __init__(self, n: int, width: int) -> None:
@@ -188,9 +165,9 @@ class _InfoStateNumbering:
         self.width = width
         self.numbers: dict[tuple[int, int], int] = {}
         self.owner: list[int] = []
-        self.depth: list[int] = []
-        self.parent: list[int] = []
-        self.seen: list[int] = []
+        self.depth: list[int] = []  # number of the player's earlier decisions
+        self.parent: list[int] = []  # the player's last sequence
+        self.seen: list[int] = []  # row in `GameStates.info_state_tensors`
 
     def number(self, owner: int, parent: int, seen: int) -> int:
         number = self.numbers.setdefault((parent, seen), len(self.owner))
@@ -202,7 +179,7 @@ class _InfoStateNumbering:
         return number
 
 
-def _next(states: GameStates, level: NodeLevel, info_states: _InfoStateNumbering) -> NodeLevel:
+def _next(states: GameStates, level: NodeLevel, info_states: InfoStateNumbering) -> NodeLevel:
     """Returns the child nodes of one depth."""
     count = states.first_edge[level.state + 1] - states.first_edge[level.state]
     of = np.repeat(np.arange(len(count)), count)
@@ -216,7 +193,7 @@ def _next(states: GameStates, level: NodeLevel, info_states: _InfoStateNumbering
     return after if moved.all() else _merge_nodes(after)
 
 
-def _information_states(states: GameStates, level: NodeLevel, info_states: _InfoStateNumbering) -> np.ndarray:
+def _information_states(states: GameStates, level: NodeLevel, info_states: InfoStateNumbering) -> np.ndarray:
     """Returns the information state of each node, int64 [M]; 0 at chance nodes."""
     turn = states.current_player[level.state]
     seen = states.info_state[level.state]

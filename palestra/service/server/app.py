@@ -21,7 +21,8 @@ from palestra.core.http.calls import error_body
 from palestra.core.http.limits import AdmissionMiddleware, HttpLimits, RequestRejected
 from palestra.core.http.origin_middleware import OriginPolicy
 from palestra.service.server.answer_poller import AnswerPoller
-from palestra.service.server.deps import BodyParser, RequestQueue
+from palestra.service.server.deps import BodyParser
+from palestra.service.server.owner import QueueCounts
 from palestra.service.server.routes import (
     archives,
     checkpoints,
@@ -67,7 +68,7 @@ def create_app(
             CORSMiddleware, allow_origins=origins.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(AdmissionMiddleware, origins=origins, limits=HTTP_LIMITS)  # the last one added runs first
-    app.state.context, app.state.queue, app.state.waiter = context, RequestQueue(context), AnswerPoller(context)
+    app.state.context, app.state.queue, app.state.waiter = context, QueueCounts(context), AnswerPoller(context)
     for router, prefix in ROUTERS:
         app.include_router(router, prefix=prefix)
     app.add_exception_handler(BadRequest, _bad_request)

@@ -1,135 +1,22 @@
-"""FastAPI dependencies shared by the routes: authentication, body reading within limits, and request queueing."""
+"""FastAPI dependencies shared by the routes: authentication, body reading within limits, and parsing."""
 
 from __future__ import annotations
 
 import json
-import time
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import zstandard
 from fastapi import Depends, Request
 from fastapi.concurrency import run_in_threadpool
-from pydantic import BaseModel
 from starlette.types import Message
 
 from palestra.core.http.limits import bearer_token
+from palestra.service.server.owner import Owner
 from palestra.service.server.state import ServiceContext
-from palestra.service.storage.store import QueueDepth
-from palestra.service.wire.schemas.requests import MAX_INT32
-from palestra.service.wire.schemas.responses import UntypedAPIFuture
-from palestra.service.wire.schemas.wire_model import BadRequest, WireModel, check_json_size, parse_body
+from palestra.service.wire.schemas.wire_model import BadRequest, WireModel, parse_body
 
-DEPTH_CACHE_S = 1.0  # seconds for which a queue count is cached
 MAX_INLINE_PARSE_BYTES = 2**14  # bytes up to which a body is parsed on the event loop: a thread would cost more
-RequestNumber = tuple[object, object]  # unvalidated model id and sequence number
-
-
-class QueueFull(BadRequest):
-    """The owner's queue is full (429): the client should retry later."""
-
-    def __init__(self, waiting: QueueDepth) -> None:
-        what = f"{waiting.num_requests} of your requests ({waiting.num_bytes / 2**20:.1f} MiB) wait for an answer"
-        super().__init__(f"{what}: send more when some of them have one", 429)
-
-
-class RequestQueue:
-    """Queues requests for the worker, within the limits of each owner."""
-
-    def __init__(self, context: ServiceContext) -> None:
-        self.context = context
-        self._seen: dict[str, tuple[float, QueueDepth]] = {}
-
-    def submit(
-        self,
-        owner: str,
-        kind: str,
-        job: BaseModel | bytes,
-        *,
-        key: str | None = None,
-        model: str | None = None,
-        seq: int | None = None,
-    ) -> str:
-        """Queues a request and returns its id; a repeated `key` returns the id of the first request. Raises QueueFull
-        if the owner's queue is full."""
-        body = job if isinstance(job, bytes) else job.model_dump_json().encode()
-        self.admit(owner, len(body))
-        id = self.context.store.submit(owner, kind, body, key=key, model=model, seq=seq)
-        self.context.wakeup.wake()
-        return id
-
-    def submit_numbered(
-        self, owner: str, kind: str, job: BaseModel | bytes, model: str, seq: int | None
-    ) -> UntypedAPIFuture:
-        """Queues request `seq` of a model, as `submit` does, and returns the reply to its client. Clients send 0 for
-        "not numbered", which becomes None."""
-        key = _request_key(model, seq) if seq else None
-        id = self.submit(owner, kind, job, key=key, model=model, seq=seq or None)
-        return UntypedAPIFuture(request_id=id, model_id=model)
-
-    @contextmanager
-    def recording_rejection(self, owner: str, kind: str, body: bytes | RequestNumber) -> Iterator[None]:
-        """Context manager that records the sequence number of a rejected request as used, since the client continues
-        with the next one.
-
-        `body` is the request's JSON, or its model and number. A full queue uses up no number, since the client sends
-        the request again.
-        """
-        try:
-            yield
-        except QueueFull:
-            raise
-        except BadRequest as error:
-            self.reject(owner, kind, str(error), *(_number(body) if isinstance(body, bytes) else body))
-            raise
-
-    def reject(self, owner: str, kind: str, message: str, model: object, seq: object) -> None:
-        """Records that request `seq` of one of the owner's models was rejected. Does nothing if there is no such model
-        or the number is invalid."""
-        if not isinstance(model, str) or not isinstance(seq, int) or not 0 < seq <= MAX_INT32:
-            return
-        try:
-            self.context.model(owner, model)
-        except BadRequest:
-            return
-        self.context.store.reject(owner, kind, message, key=_request_key(model, seq), model=model, seq=seq)
-        self.context.wakeup.wake()
-
-    def admit(self, owner: str, size: int) -> None:
-        """Counts one more request of `size` bytes for the owner. Raises QueueFull if the number or total size
-        exceeds the limits; a single request may have any size that a body may have."""
-        limits = self.context.limits
-        waiting = self.depth(owner)
-        more = QueueDepth(waiting.num_requests + 1, waiting.num_bytes + size)
-        if more.num_requests > limits.queue or (waiting.num_requests and more.num_bytes > limits.queue_bytes):
-            raise QueueFull(waiting)
-        self._seen[owner] = (self._seen[owner][0], more)
-
-    def depth(self, owner: str) -> QueueDepth:
-        """Returns the owner's unanswered requests, cached for up to a second."""
-        now = time.monotonic()
-        if owner not in self._seen or now - self._seen[owner][0] > DEPTH_CACHE_S:
-            self._seen[owner] = (now, self.context.store.queue_depth(owner))
-        return self._seen[owner][1]
-
-
-def _request_key(model: str, seq: int) -> str:
-    return f"model:{model}:{seq}"
-
-
-def _number(body: bytes) -> RequestNumber:
-    """Returns the model and sequence number named in a JSON body, even if the rest is invalid."""
-    try:
-        check_json_size(body)
-        tree = json.loads(body)
-    except (ValueError, RecursionError):
-        return None, None
-    return (tree.get("model_id"), tree.get("seq_id")) if isinstance(tree, dict) else (None, None)
-
-
-# -- dependencies ------------------------------------------------------------------------------------------------------
 
 
 async def get_context(request: Request) -> ServiceContext:
@@ -141,23 +28,16 @@ async def get_context(request: Request) -> ServiceContext:
 ContextDep = Annotated[ServiceContext, Depends(get_context)]
 
 
-async def find_owner(request: Request, context: ContextDep) -> str:
+async def find_owner(request: Request, context: ContextDep) -> Owner:
     """Authenticates a request by X-API-Key or Authorization: Bearer and returns the key's owner. Raises BadRequest
     (401) if the key is unknown."""
     owner = context.keys.owner_of(request.headers.get("x-api-key") or bearer_token(request.headers) or None)
     if owner is None:
         raise BadRequest("this server needs a valid API key: set TINKER_API_KEY (or MINT_API_KEY)", 401)
-    return owner
+    return Owner(owner, context, request.app.state.queue)
 
 
-async def get_queue(request: Request) -> RequestQueue:
-    """Returns the queue of the app that serves the request."""
-    queue: RequestQueue = request.app.state.queue
-    return queue
-
-
-OwnerDep = Annotated[str, Depends(find_owner)]
-QueueDep = Annotated[RequestQueue, Depends(get_queue)]
+OwnerDep = Annotated[Owner, Depends(find_owner)]
 
 
 async def read_body(request: Request, context: ContextDep, owner: OwnerDep) -> bytes:

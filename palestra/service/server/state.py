@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-import sqlalchemy as sql
 from pydantic import BaseModel
 
 from palestra.service.server.api_keys import ApiKeys
 from palestra.service.storage.store import Store
-from palestra.service.storage.tables import TableRow, checkpoints, models, samplers, sessions
+from palestra.service.storage.tables import TableRow
 from palestra.service.storage.wakeup import WakeupSocket
-from palestra.service.storage.weight_store import TinkerPath, WeightStore
+from palestra.service.storage.weight_store import WeightStore
 from palestra.service.wire.schemas.wire_model import BadRequest
 
 
@@ -54,6 +52,11 @@ class BaseInfo:
     max_chars_per_token: int
     tokenizer: Any
 
+    @property
+    def public_name(self) -> str:
+        """A name with which a client finds the base's tokenizer."""
+        return self.public_names[0] if self.public_names else self.path
+
 
 @dataclass
 class ServiceContext:
@@ -83,34 +86,8 @@ class ServiceContext:
             raise BadRequest(f"this server no longer has base {row.base}: start it with --base {row.base}=PATH", 410)
         return self.bases[row.base]
 
-    def session(self, owner: str, id: str) -> TableRow:
-        """Returns the owner's session. Raises BadRequest (404) if there is none."""
-        return self.own_row(sessions, owner, id, "session")
-
-    def model(self, owner: str, id: str) -> TableRow:
-        """Returns the owner's model. Raises BadRequest (404) if there is none or it was unloaded."""
-        row = self.own_row(models, owner, id, "model")
-        if row.state == "gone":
-            raise BadRequest(f"model {id} was unloaded: create a new one", 404)
-        return row
-
-    def sampler(self, owner: str, id: str) -> TableRow:
-        """Returns the owner's sampler. Raises BadRequest (404) if there is none."""
-        return self.own_row(samplers, owner, id, "sampler")
-
-    def checkpoint(self, owner: str, path: str | TinkerPath, *, to_change: bool = False) -> TableRow:
-        """Returns the checkpoint at a tinker:// path that `owner` may read, or owns if `to_change` is true. Raises
-        BadRequest (404) if there is none or it has expired."""
-        path = TinkerPath.parse(path) if isinstance(path, str) else path
-        row = self.store.get(checkpoints, str(path))
-        over = row is not None and row.expires is not None and row.expires < time.time()
-        if row is None or over or (row.owner != owner and (to_change or not row.public)):
-            raise BadRequest(f"there are no weights at {path}, or they are not yours", 404)
-        return row
-
-    def own_row(self, table: sql.Table, owner: str, id: str, what: str) -> TableRow:
-        """Returns the owner's row with this primary key. Raises BadRequest (404) if there is none."""
-        row = self.store.get(table, id)
-        if row is None or row.owner != owner:
-            raise BadRequest(f'there is no {what} "{id[:200]}", or it is not yours', 404)
-        return row
+    def client_base_name(self, row: TableRow) -> str:
+        """Returns the name of the base of a model or checkpoint that its client used."""
+        if name := row.info.get("base_model"):
+            return str(name)
+        return self.bases[row.base].public_name if row.base in self.bases else str(row.base)

@@ -16,8 +16,7 @@ from palestra.service.wire.jobs import SampleJob
 
 
 def reverse_kl_answer(loss: ReverseKL) -> dict[str, Any]:
-    """Returns the answer to a reverse-KL pass in the format of MinT's clients: the loss of each example, and means per
-    token with nonzero weight."""
+    """Returns MinT's answer: each example's loss, and means per token with nonzero weight."""
     sums = loss.example_losses.tolist()
     tokens = sum(int(np.count_nonzero(example.weights)) for example in loss.examples)
     mean = sum(sums) / max(1, tokens)

@@ -18,8 +18,7 @@ from palestra.service.wire.validation import CLIP_OPTIONS, LOSS_SPECS, WEIGHTED_
 
 
 def build_loss(name: str, options: Mapping[str, float | str]) -> JobLossFunction:
-    """Returns the loss that clients call `name`, as a function of a job's predictions that returns a scalar and
-    metrics."""
+    """Returns the loss that clients call `name`: a function that returns a scalar and metrics."""
 
     def loss(predicted: JobLossInputs) -> tuple[Tensor, TensorMetrics]:
         inputs = predicted.inputs

@@ -71,8 +71,7 @@ class TrainScheduler:
         ]
 
     def advance(self) -> bool:
-        """Runs one micro-batch for the least served owner, filled up with requests of others that fit. Returns False if
-        there was nothing to do."""
+        """Runs one micro-batch, of the least served owner first. Returns False if there is none."""
         batch: list[TrainRequest] = []
         tokens = 0
         for owner in self._turns():
@@ -119,8 +118,7 @@ class TrainScheduler:
             yield owner
 
     def _trainable(self) -> list[LiveModel]:
-        """Returns the models whose next request is for gradients; several requests of one model may share a
-        micro-batch."""
+        """Returns the models whose next request is for gradients; some may share a micro-batch."""
         ready = (live_model for live_model in self.live_models if live_model.ready(self.gap_timeout_s))
         return [live_model for live_model in ready if live_model.queue[0][2].kind in GRADIENT_KINDS]
 

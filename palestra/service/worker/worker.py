@@ -120,8 +120,7 @@ class Worker:
         self.shut_down()
 
     def recover(self) -> None:
-        """Restores the state left by an earlier worker: queues its requests again, and marks as lost the models that
-        changed after they were last saved."""
+        """Queues an earlier worker's requests again; marks as lost the models with unsaved changes."""
         changed = self.store.find(models, models.c.state == "live", models.c.changed > models.c.kept, limit=1_000_000)
         self.store.execute(*(update_row(models, row.id, state="lost") for row in changed))
         self.store.requeue_after_crash()
@@ -322,8 +321,7 @@ class Worker:
     # -- maintenance ---------------------------------------------------------------------------------------------------
 
     def _sweep(self) -> None:
-        """Removes what has expired: idle models, checkpoints past their time to live, unreferenced folders, old
-        answers."""
+        """Removes idle models and what has expired, with folders that nothing refers to."""
         self._last_sweep = time.monotonic()
         for live_model in self.live_models.evictable(self.settings.idle):
             self._log_errors(partial(self._release, live_model))

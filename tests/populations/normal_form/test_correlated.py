@@ -1,5 +1,6 @@
 """Correlated equilibria: chicken by hand, JPSRO's three-player games, and the definition on random games."""
 
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -9,14 +10,14 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog, minimize
 
 from palestra.populations.normal_form.equilibria import (
-    coarse_correlated_equilibrium,
     correlated_equilibrium,
     gain_units,
     nash,
 )
 from palestra.populations.normal_form.payoff_tensors import cce_gains, ce_gains, joint_distribution
 
-CE, CCE = correlated_equilibrium, coarse_correlated_equilibrium
+CE = partial(correlated_equilibrium, solver="ce")
+CCE = partial(correlated_equilibrium, solver="cce")
 GAINS = {CE: ce_gains, CCE: cce_gains}
 CHICKEN = [np.array([[0.0, 7], [2, 6]]), np.array([[0.0, 2], [7, 6]])]  # dare, chicken out
 BOTH = pytest.mark.parametrize("solve", [CE, CCE])

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palestra.populations.payoffs import PayoffCell, PayoffTable
-from palestra.populations.plans.empirical_game import EmpiricalGame, MatchQueue, cells_containing
+from palestra.populations.plans.empirical_game import EmpiricalGame, cells_containing
 from palestra.populations.population import Member
 from palestra.populations.tasks import PlayResult
 
@@ -35,57 +35,55 @@ def test_each_cell_is_played_once_as_members_arrive(seats, first, second):
 
 
 def test_new_member_plays_existing_members():
-    matches = MatchQueue(population(*TWO), TWO, games=50, cells=2)
-    (first,) = matches.initial_tasks()
+    game = EmpiricalGame(population(*TWO), TWO, games=50, cells=2)
+    (first,) = game.initial_tasks()
     assert first.cells == (("uniform", "uniform"),) and first.games_per_cell == 50 and first.members == ()
-    (one,) = matches.add_member(Member("red-1", "red", "members/red-1"))
+    (one,) = game.add_member(Member("red-1", "red", "members/red-1"))
     two, three = (
-        matches.add_member(Member("blue-1", "blue", "members/blue-1")),
-        matches.add_member(Member("blue-2", "blue", "w")),
+        game.add_member(Member("blue-1", "blue", "members/blue-1")),
+        game.add_member(Member("blue-2", "blue", "w")),
     )
     assert [task.cells for task in two] == [(("uniform", "blue-1"), ("red-1", "blue-1"))]
     assert one.members == ("red-1",) and two[0].members == ("blue-1", "red-1")
-    assert matches.open_tasks == {task.name for task in [first, one, *two, *three]}
+    assert game.open_tasks == {task.name for task in [first, one, *two, *three]}
     for task in (first, one):
-        matches.record_result(task, result(task, [0.5, -0.5]))
-    assert matches.num_games == 100
-    assert matches.empirical_game.payoffs.cell(("red-1", "uniform")).mean == (0.5, -0.5)
+        game.record_result(task, result(task, [0.5, -0.5]))
+    assert game.num_games == 100
+    assert game.payoffs.cell(("red-1", "uniform")).mean == (0.5, -0.5)
 
 
 def test_cells_per_task_are_limited():
-    matches = MatchQueue(population(*TWO), TWO, games=1, cells=2)
-    matches.initial_tasks()
+    game = EmpiricalGame(population(*TWO), TWO, games=1, cells=2)
+    game.initial_tasks()
     for number in range(4):
-        matches.add_member(Member(f"red-{number}", "red", "w"))
-    assert [len(task.cells) for task in matches.add_member(Member("blue-1", "blue", "w"))] == [2, 2, 1]
+        game.add_member(Member(f"red-{number}", "red", "w"))
+    assert [len(task.cells) for task in game.add_member(Member("blue-1", "blue", "w"))] == [2, 2, 1]
 
 
 def test_snapshots_play_under_their_final_names():
-    matches = MatchQueue(population(*TWO), TWO, games=10, cells=9)
-    matches.record_result((first := matches.initial_tasks()[0]), result(first, [0.0, 0.0]))
-    (task,) = matches.snapshot_tasks("red", "red-1", {"red": {"red-1": "red-1~2"}, "blue": {"blue-1": "blue-1~1"}})
+    game = EmpiricalGame(population(*TWO), TWO, games=10, cells=9)
+    game.record_result((first := game.initial_tasks()[0]), result(first, [0.0, 0.0]))
+    (task,) = game.snapshot_tasks("red", "red-1", {"red": {"red-1": "red-1~2"}, "blue": {"blue-1": "blue-1~1"}})
     assert task.cells == (("red-1~2", "uniform"), ("red-1~2", "blue-1~1"))
-    assert task.members == ("red-1~2", "blue-1~1") and not matches.open_tasks
-    assert not matches.empirical_game.has_payoffs(("red-1", "uniform"))
-    matches.record_result(task, result(task, [1.0, -1.0]))
-    assert matches.empirical_game.has_payoffs(("red-1", "uniform")) and matches.empirical_game.has_payoffs(
-        ("red-1", "blue-1")
-    )
-    red, blue = matches.empirical_game.payoff_tensors((["uniform", "red-1"], ["uniform"]))
+    assert task.members == ("red-1~2", "blue-1~1") and not game.open_tasks
+    assert not game.has_payoffs(("red-1", "uniform"))
+    game.record_result(task, result(task, [1.0, -1.0]))
+    assert game.has_payoffs(("red-1", "uniform")) and game.has_payoffs(("red-1", "blue-1"))
+    red, blue = game.payoff_tensors((["uniform", "red-1"], ["uniform"]))
     assert red.tolist() == [[0.0], [1.0]] and blue.tolist() == [[0.0], [-1.0]]
 
 
 def test_frozen_members_need_no_provisional_payoffs():
-    matches = MatchQueue(population(*TWO), TWO, games=10, cells=9)
-    matches.initial_tasks()
-    matches.add_member(Member("red-1", "red", "w"))
-    assert matches.snapshot_tasks("red", "red-1", {"red": {}, "blue": {}}) == []
-    (task,) = matches.snapshot_tasks("red", "red-1", {"red": {}, "blue": {"blue-1": "blue-1~1"}})
+    game = EmpiricalGame(population(*TWO), TWO, games=10, cells=9)
+    game.initial_tasks()
+    game.add_member(Member("red-1", "red", "w"))
+    assert game.snapshot_tasks("red", "red-1", {"red": {}, "blue": {}}) == []
+    (task,) = game.snapshot_tasks("red", "red-1", {"red": {}, "blue": {"blue-1": "blue-1~1"}})
     assert task.cells == (("red-1", "blue-1~1"),)
 
 
 def test_provisional_payoffs_are_replaced_by_newer_and_final_ones():
-    game = EmpiricalGame(TWO)
+    game = EmpiricalGame(population(*TWO), TWO, games=1, cells=1)
     game.set_snapshot_returns(("a", "b"), (1.0, -1.0))
     game.set_snapshot_returns(("a", "b"), (2.0, -2.0))
     assert game.payoff_tensors((["a"], ["b"]))[0] == 2.0
@@ -97,26 +95,26 @@ def test_provisional_payoffs_are_replaced_by_newer_and_final_ones():
 
 
 def test_provisional_payoffs_are_symmetrised_over_seats():
-    game = EmpiricalGame(("all", "all"))
+    game = EmpiricalGame(population("all"), ("all", "all"), games=1, cells=1)
     game.set_snapshot_returns(("a", "b"), (1.0, -2.0))
     first, second = game.payoff_tensors((["b"], ["a"]))
     assert first.tolist() == [[-2.0]] and second.tolist() == [[1.0]]
 
 
 def test_exact_payoffs_count_no_games():
-    matches = MatchQueue(population(*TWO), TWO, games=50, cells=2)
-    (first,) = matches.initial_tasks()
-    matches.record_result(first, result(first, [0.5, -0.5], exact=True))
-    assert matches.num_games == 0 and matches.empirical_game.payoffs.cell(("uniform", "uniform")).exact
-    assert matches.adaptive_tasks(np.ones((1, 1)), 100, "more") == []
+    game = EmpiricalGame(population(*TWO), TWO, games=50, cells=2)
+    (first,) = game.initial_tasks()
+    game.record_result(first, result(first, [0.5, -0.5], exact=True))
+    assert game.num_games == 0 and game.payoffs.cell(("uniform", "uniform")).exact
+    assert game.adaptive_tasks(np.ones((1, 1)), 100, "more") == []
 
 
 def test_additional_games_are_merged():
-    matches = MatchQueue(population(*TWO), TWO, games=50, cells=2)
-    (first,) = matches.initial_tasks()
-    matches.record_result(first, result(first, [0.5, -0.5]))
-    (more,) = matches.adaptive_tasks(np.ones((1, 1)), 100, "more-0")
-    assert more.games_per_cell == 100 and more.name in matches.open_tasks
-    matches.record_result(more, result(more, [-0.25, 0.25]))
-    assert matches.empirical_game.payoffs.cell(("uniform", "uniform")).mean == pytest.approx((0.0, 0.0))
-    assert matches.num_games == 150 and not matches.open_tasks
+    game = EmpiricalGame(population(*TWO), TWO, games=50, cells=2)
+    (first,) = game.initial_tasks()
+    game.record_result(first, result(first, [0.5, -0.5]))
+    (more,) = game.adaptive_tasks(np.ones((1, 1)), 100, "more-0")
+    assert more.games_per_cell == 100 and more.name in game.open_tasks
+    game.record_result(more, result(more, [-0.25, 0.25]))
+    assert game.payoffs.cell(("uniform", "uniform")).mean == pytest.approx((0.0, 0.0))
+    assert game.num_games == 150 and not game.open_tasks

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.toy_populations import league_mixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,7 +43,7 @@ def set_win_rates(made, name, **rates):
 
 
 def met(made, name):
-    return made.logic.mixture(made.learners[name])
+    return league_mixture(made.logic, made.learners[name])
 
 
 def near(mix):

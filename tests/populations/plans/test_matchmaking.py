@@ -73,17 +73,8 @@ def test_matchmakers_are_selected_by_type():
         HistoryMatchmaker(delta=1.5)
 
 
-@pytest.mark.parametrize("kind", [LatestMatchmaker(), HistoryMatchmaker(), PFSPMatchmaker()])
-def test_empty_population_is_refused(kind):
-    with pytest.raises(ValueError, match="no member to play"):
-        kind.mix([], {}, {})
-
-
-def test_invalid_mixtures_are_refused():
+def test_invalid_win_rates_are_refused():
     with pytest.raises(ValueError, match="win rates from 0 to 1"):
         pfsp(np.array([0.5, 1.2]))
     with pytest.raises(ValueError, match="win rates from 0 to 1"):
         pfsp(np.array([]))
-    for solution in ({}, {"stranger": 1.0}):
-        with pytest.raises(ValueError, match="is not a mixture of"):
-            MetaSolverMatchmaker().mix(NAMES, {}, solution)

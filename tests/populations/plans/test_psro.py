@@ -368,7 +368,7 @@ def test_response_starts_from_the_configured_member(start):
         assert starts["player_0-3"] == {"fresh": None, "last": "player_0-2"}[start]
         return
     meta = plan.meta_strategies[2]
-    tables = plan.matches.empirical_game.payoff_tensors(meta.names)
+    tables = plan.game.payoff_tensors(meta.names)
     earned = tables[0] @ meta.joint.sum(0)
     assert earned[meta.names[0].index(starts["player_0-3"])] == pytest.approx(earned.max())
     assert plan.population.members["player_0-3"].parent == starts["player_0-3"]
@@ -384,7 +384,7 @@ def test_adaptive_games_follow_the_meta_strategy():
     log = drive(plan, game)
     more = [task for task, *_ in log if "/more-" in task.name]
     given = sum(len(task.cells) * task.games_per_cell for task in more)
-    assert given == 4 * 1000 and plan.matches.num_games == given + 100 * 16
+    assert given == 4 * 1000 and plan.game.num_games == given + 100 * 16
     assert plan.payoffs.games().min() == 100 < plan.payoffs.games().max()
     assert not [
         task for task, *_ in on_kuhn(iterations=2, adaptive_games=1000)[2] if "/more-" in task.name
@@ -393,7 +393,7 @@ def test_adaptive_games_follow_the_meta_strategy():
 
 def test_exact_payoffs_count_no_games():
     plan, _, log = on_kuhn(iterations=2)
-    assert plan.matches.num_games == 0 and team_metric(log, "games")[2] == 0 and team_metric(log, "env_steps")[2] == 40
+    assert plan.game.num_games == 0 and team_metric(log, "games")[2] == 0 and team_metric(log, "env_steps")[2] == 40
 
 
 def test_run_stops_at_the_target_nash_conv():

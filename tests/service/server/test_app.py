@@ -10,7 +10,8 @@ import pytest
 import zstandard
 from helpers.fronts import Front
 
-from palestra.service.server.deps import RequestQueue, decompress_body
+from palestra.service.server.deps import decompress_body
+from palestra.service.server.owner import Owner, QueueCounts
 from palestra.service.server.state import ServiceContext
 from palestra.service.storage.store import StoredAnswer
 from palestra.service.storage.tables import models, samplers
@@ -385,7 +386,7 @@ def test_queue_is_limited_in_bytes(front: Front) -> None:
     model = front.model()
     front.context.limits.queue_bytes = 1
     assert front.post("/forward_backward", gradients(model, 1)).status_code == 429  # the creation is still counted
-    front.app.state.queue = RequestQueue(front.context)
+    front.app.state.queue = QueueCounts(front.context)
     # a single request may be of any size
     assert front.post("/forward_backward", gradients(model, 1)).status_code == 200
     reply = front.post("/forward_backward", gradients(model, 2))
@@ -395,13 +396,13 @@ def test_queue_is_limited_in_bytes(front: Front) -> None:
 
 
 def test_queue_depth_is_recounted_after_a_second(context: ServiceContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    queue, now = RequestQueue(context), [100.0]
-    monkeypatch.setattr("palestra.service.server.deps.time.monotonic", lambda: now[0])
-    id = queue.submit("ada", "sample", b"{}")
+    ada, now = Owner("ada", context, QueueCounts(context)), [100.0]
+    monkeypatch.setattr("palestra.service.server.owner.time.monotonic", lambda: now[0])
+    id = ada.submit("sample", b"{}")
     context.store.write_answers([StoredAnswer.json(id)])
-    assert queue.depth("ada").num_requests == 1
+    assert ada.depth().num_requests == 1
     now[0] += 2
-    assert queue.depth("ada").num_requests == 0
+    assert ada.depth().num_requests == 0
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------

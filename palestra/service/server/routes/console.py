@@ -10,7 +10,7 @@ import sqlalchemy as sql
 from fastapi import APIRouter
 
 from palestra.service.server.api_keys import ANONYMOUS_OWNER
-from palestra.service.server.deps import ContextDep, OwnerDep
+from palestra.service.server.deps import OwnerDep
 from palestra.service.storage.store import Store
 from palestra.service.storage.tables import models, requests, samplers, sessions, worker_status
 from palestra.service.wire.schemas.console import (
@@ -34,25 +34,25 @@ router = APIRouter()
 
 
 @router.get("/console")
-def console(ctx: ContextDep, owner: OwnerDep) -> ConsoleResponse:
+def console(owner: OwnerDep) -> ConsoleResponse:
     """Returns sessions, queues, models in training, memory, shares and errors of all API keys. Where keys are checked,
     it needs the operator's."""
-    if owner not in (OPERATOR, ANONYMOUS_OWNER):
+    if owner.name not in (OPERATOR, ANONYMOUS_OWNER):
         raise BadRequest(
-            f"the console shows what all keys do, and {owner}'s is not the operator's: make one with "
-            f"`palestra keys add {OPERATOR} --auth {ctx.keys.path}`",
+            f"the console shows what all keys do, and {owner.name}'s is not the operator's: make one with "
+            f"`palestra keys add {OPERATOR} --auth {owner.context.keys.path}`",
             403,
         )
     now = time.time()
-    row = ctx.store.get(worker_status, "worker")
+    row = owner.store.get(worker_status, "worker")
     worker = None if row is None else WorkerStatus.model_validate(row.status)
     return ConsoleResponse(
         at=now,
-        sessions=_connected_sessions(ctx.store, now),
-        queues=_waiting_requests(ctx.store),
-        answers=_recent_answers(ctx.store, now),
-        adapters=_adapters(ctx.store, worker),
-        errors=_errors(ctx.store),
+        sessions=_connected_sessions(owner.store, now),
+        queues=_waiting_requests(owner.store),
+        answers=_recent_answers(owner.store, now),
+        adapters=_adapters(owner.store, worker),
+        errors=_errors(owner.store),
         worker=worker,
     )
 

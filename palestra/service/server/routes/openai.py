@@ -30,17 +30,9 @@ from palestra.core.http.calls import assistant_message, wants_stream_usage
 from palestra.engine.conversation.encoder import ChatEncoder
 from palestra.engine.sampling.token_sampling import REPLACEMENT_CHAR, SamplingConfig
 from palestra.service.server.answer_poller import AnswerPoller
-from palestra.service.server.deps import ContextDep, JsonBody, OwnerDep, QueueDep, RequestQueue
-from palestra.service.server.routes.sampling import (
-    SamplerRef,
-    check_answer_size,
-    check_prompt,
-    context_refusal,
-    resolve_max_tokens,
-    resolve_seed,
-    resolve_source,
-)
-from palestra.service.server.state import ServiceContext
+from palestra.service.server.deps import JsonBody, OwnerDep
+from palestra.service.server.owner import Owner
+from palestra.service.server.routes import sampling
 from palestra.service.wire import codec
 from palestra.service.wire.jobs import SampleJob
 from palestra.service.wire.schemas.openai import ChatCompletionRequest, CompletionParams, CompletionRequest
@@ -103,24 +95,22 @@ class CompletionResult:
 
 
 @router.get("/models")
-def list_models(ctx: ContextDep, owner: OwnerDep) -> dict[str, Any]:
+def list_models(owner: OwnerDep) -> dict[str, Any]:
     """Lists the bases under all their names. Checkpoints for sampling are models too, but not listed."""
-    names = list(chain.from_iterable((base.name, *base.public_names) for base in ctx.bases.values()))
+    names = list(chain.from_iterable((base.name, *base.public_names) for base in owner.context.bases.values()))
     data = [{"id": name, "object": "model", "created": 0, "owned_by": "palestra"} for name in names]
     return {"object": "list", "data": data}
 
 
 @router.post("/completions")
-async def completions(
-    call: JsonBody[CompletionRequest], request: Request, ctx: ContextDep, owner: OwnerDep, queue: QueueDep
-) -> Response:
+async def completions(call: JsonBody[CompletionRequest], request: Request, owner: OwnerDep) -> Response:
     """Answers `/completions`."""
     if call.echo:
         raise BadRequest("echo is not served here: the caller has the prompt already")
     _refuse_streamed_logprobs(call, call.logprobs)
-    source = await run_in_threadpool(_source, ctx, owner, call)
+    source = await run_in_threadpool(_source, owner, call)
     prompts = await run_in_threadpool(_prompts, call, source)
-    answer = await _answer(call, prompts, source, call.max_tokens, call.logprobs or 0, request, owner, queue)
+    answer = await _answer(call, prompts, source, call.max_tokens, call.logprobs or 0, request, owner)
     if call.stream:
         return _stream(answer, "text_completion", _text_pieces, call)
     choices = [{"text": c.text, **_end(c), "logprobs": _tokens(c, source, call.logprobs)} for c in answer.choices]
@@ -128,15 +118,13 @@ async def completions(
 
 
 @router.post("/chat/completions")
-async def chat_completions(
-    call: JsonBody[ChatCompletionRequest], request: Request, ctx: ContextDep, owner: OwnerDep, queue: QueueDep
-) -> Response:
+async def chat_completions(call: JsonBody[ChatCompletionRequest], request: Request, owner: OwnerDep) -> Response:
     """Answers `/chat/completions`."""
     _refuse_streamed_logprobs(call, call.logprobs)
-    source = await run_in_threadpool(_source, ctx, owner, call)
+    source = await run_in_threadpool(_source, owner, call)
     prompt = await run_in_threadpool(_chat_prompt, call, source)
     limit = call.max_completion_tokens or call.max_tokens
-    sampled = await _answer(call, [prompt.token_ids], source, limit, call.top_logprobs or 0, request, owner, queue)
+    sampled = await _answer(call, [prompt.token_ids], source, limit, call.top_logprobs or 0, request, owner)
     answer = await run_in_threadpool(_read, sampled, prompt, call.stops)
     if call.stream:
         return _stream(answer, "chat.completion.chunk", _chat_pieces, call)
@@ -151,13 +139,13 @@ def _refuse_streamed_logprobs(call: CompletionParams, wanted: int | None) -> Non
         raise BadRequest("logprobs are not streamed: leave out logprobs or stream")
 
 
-def _source(ctx: ServiceContext, owner: str, call: CompletionParams) -> SamplerRef:
+def _source(owner: Owner, call: CompletionParams) -> sampling.SamplerRef:
     if call.model.startswith(("tinker://", "mint://")):
-        return resolve_source(ctx, owner, call.model, None)
-    return resolve_source(ctx, owner, None, call.model)
+        return sampling.resolve_source(owner, call.model, None)
+    return sampling.resolve_source(owner, None, call.model)
 
 
-def _prompts(call: CompletionRequest, source: SamplerRef) -> list[list[int]]:
+def _prompts(call: CompletionRequest, source: sampling.SamplerRef) -> list[list[int]]:
     """Returns the token ids of each prompt, given as a text, several texts, token ids, or several lists of token ids. A
     text begins with what the tokenizer puts before it, unless `add_special_tokens` is false. Raises BadRequest if a
     text is too long."""
@@ -178,14 +166,14 @@ def _encoder(tokenizer: Any, options: str) -> ChatEncoder:
     return ChatEncoder(tokenizer, json.loads(options), cache_size=0)
 
 
-def _check_text(text: str, source: SamplerRef) -> None:
+def _check_text(text: str, source: sampling.SamplerRef) -> None:
     """Raises BadRequest if a text is too long however it is tokenized; tokenizing it may take seconds."""
     base = source.base
     if len(text) > base.max_length * base.max_chars_per_token:
-        raise context_refusal(f"the prompt has {len(text)} characters", base, "cut it")
+        raise sampling.context_refusal(f"the prompt has {len(text)} characters", base, "cut it")
 
 
-def _chat_prompt(call: ChatCompletionRequest, source: SamplerRef) -> ChatPrompt:
+def _chat_prompt(call: ChatCompletionRequest, source: sampling.SamplerRef) -> ChatPrompt:
     """Returns the prompt of a conversation. Raises BadRequest if it is too long, the chat template does not take it, or
     its answers cannot have the form that is asked for."""
     tokenizer = source.base.tokenizer
@@ -209,7 +197,7 @@ def _chat_prompt(call: ChatCompletionRequest, source: SamplerRef) -> ChatPrompt:
     return ChatPrompt(chat, form, encoder, ids)
 
 
-def _check_option(key: str, source: SamplerRef) -> None:
+def _check_option(key: str, source: sampling.SamplerRef) -> None:
     """Raises BadRequest for an option that the chat template does not read, or that is not the client's to set."""
     tokenizer = source.base.tokenizer
     given = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
@@ -220,37 +208,36 @@ def _check_option(key: str, source: SamplerRef) -> None:
 async def _answer(
     call: CompletionParams,
     prompts: list[list[int]],
-    source: SamplerRef,
+    source: sampling.SamplerRef,
     limit: int | None,
     alternatives: int,
     request: Request,
-    owner: str,
-    queue: RequestQueue,
+    owner: Owner,
 ) -> CompletionResult:
     """Samples for each prompt and waits for all results; `alternatives` tokens are scored at each place. Raises
     BadRequest if one fails or takes too long."""
     if not prompts:
         raise BadRequest("there is no prompt: send one")
     jobs = [_job(call, prompt, source, limit, alternatives) for prompt in prompts]
-    check_answer_size(jobs, queue.context.limits)
-    ids = [await run_in_threadpool(queue.submit, owner, "sample", job) for job in jobs]
+    sampling.check_answer_size(jobs, owner.context.limits)
+    ids = [await run_in_threadpool(owner.submit, "sample", job) for job in jobs]
     waiter: AnswerPoller = request.app.state.waiter
     there = await asyncio.gather(*(waiter.wait([id], ANSWER_TIMEOUT_S) for id in ids))
     if not all(there):
         why = "the server is stopping" if waiter.is_closed else f"no answer within {ANSWER_TIMEOUT_S:.0f} seconds"
         raise BadRequest(f"{why}: send the request again", 503)
-    results = [await run_in_threadpool(_result, queue.context, owner, id) for id in ids]
+    results = [await run_in_threadpool(_result, owner, id) for id in ids]
     sequences = list(chain.from_iterable(result["sequences"] for result in results))
     choices = [_choice(i, sequence, source, call.stops) for i, sequence in enumerate(sequences)]
     return CompletionResult(ids[0], call.model, choices, sum(len(prompt) for prompt in prompts))
 
 
 def _job(
-    call: CompletionParams, prompt: list[int], source: SamplerRef, limit: int | None, alternatives: int
+    call: CompletionParams, prompt: list[int], source: sampling.SamplerRef, limit: int | None, alternatives: int
 ) -> SampleJob:
-    check_prompt(prompt, source.base)
-    sampling = SamplingConfig(
-        max_tokens=resolve_max_tokens(limit, len(prompt), source.base),
+    sampling.check_prompt(prompt, source.base)
+    settings = SamplingConfig(
+        max_tokens=sampling.resolve_max_tokens(limit, len(prompt), source.base),
         temperature=1.0 if call.temperature is None else call.temperature,
         top_p=1.0 if call.top_p is None else call.top_p,
         top_k=max(call.top_k or 0, 0),
@@ -263,14 +250,14 @@ def _job(
         folder=source.folder,
         tokens=prompt,
         num_samples=call.n or 1,
-        sampling=sampling,
-        seed=resolve_seed(call.seed),
+        sampling=settings,
+        seed=sampling.resolve_seed(call.seed),
         topk_sample=alternatives,
     )
 
 
-def _result(ctx: ServiceContext, owner: str, id: str) -> dict[str, Any]:
-    row = ctx.store.get_request(owner, id)
+def _result(owner: Owner, id: str) -> dict[str, Any]:
+    row = owner.store.get_request(owner.name, id)
     assert row is not None
     if row.state == "failed":
         failure = json.loads(row.result)
@@ -279,7 +266,7 @@ def _result(ctx: ServiceContext, owner: str, id: str) -> dict[str, Any]:
     return found
 
 
-def _choice(index: int, sequence: dict[str, Any], source: SamplerRef, stops: tuple[str, ...]) -> Choice:
+def _choice(index: int, sequence: dict[str, Any], source: sampling.SamplerRef, stops: tuple[str, ...]) -> Choice:
     text = source.base.tokenizer.decode(sequence["tokens"], skip_special_tokens=True)
     sampled = (sequence["tokens"], sequence["logprobs"], sequence["stop_reason"])
     return Choice(index, _cut(text, stops), *sampled, sequence.get("topk_logprobs"))
@@ -313,7 +300,7 @@ def _end(choice: Choice) -> dict[str, Any]:
     return {"index": choice.index, "finish_reason": choice.finish_reason}
 
 
-def _tokens(choice: Choice, source: SamplerRef, wanted: int | None) -> dict[str, Any] | None:
+def _tokens(choice: Choice, source: sampling.SamplerRef, wanted: int | None) -> dict[str, Any] | None:
     if wanted is None:
         return None
     decode = source.base.tokenizer.decode
@@ -323,7 +310,7 @@ def _tokens(choice: Choice, source: SamplerRef, wanted: int | None) -> dict[str,
     return {"tokens": texts, "token_logprobs": choice.logprobs, "top_logprobs": best, "text_offset": starts}
 
 
-def _content(choice: Choice, source: SamplerRef, wanted: bool | None) -> dict[str, Any] | None:
+def _content(choice: Choice, source: sampling.SamplerRef, wanted: bool | None) -> dict[str, Any] | None:
     if not wanted:
         return None
     tokenizer = source.base.tokenizer

@@ -14,25 +14,14 @@ from typing import NamedTuple
 from fastapi import APIRouter
 
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.service.server.deps import ContextDep, JsonBody, OwnerDep, QueueDep
-from palestra.service.server.routes.models import client_base_name, public_base_name
+from palestra.service.server.deps import JsonBody, OwnerDep
+from palestra.service.server.owner import Owner
 from palestra.service.server.routes.sessions import touch_session
-from palestra.service.server.state import BaseInfo, ClientLimits, ServiceContext
+from palestra.service.server.state import BaseInfo, ClientLimits
 from palestra.service.storage.tables import checkpoints, samplers
 from palestra.service.wire import codec
 from palestra.service.wire.jobs import SampleJob
-from palestra.service.wire.schemas.requests import (
-    CreateSamplingSessionRequest,
-    JoinSamplingSessionRequest,
-    SampleRequest,
-    SamplingParams,
-)
-from palestra.service.wire.schemas.responses import (
-    CreateSamplingSessionResponse,
-    GetSamplerResponse,
-    JoinSamplingSessionResponse,
-    UntypedAPIFuture,
-)
+from palestra.service.wire.schemas import requests, responses
 from palestra.service.wire.schemas.wire_model import BadRequest
 from palestra.service.wire.validation import STABLE_REINFORCE
 
@@ -48,69 +37,69 @@ class SamplerRef(NamedTuple):
     path: str | None
 
 
-def resolve_source(ctx: ServiceContext, owner: str, model_path: str | None, base_model: str | None) -> SamplerRef:
+def resolve_source(owner: Owner, model_path: str | None, base_model: str | None) -> SamplerRef:
     """Resolves a path of weights, a base name, or both. Raises BadRequest if they contradict each other or are
     unknown."""
     if model_path is None:
-        return SamplerRef(ctx.base(base_model), None, None)
-    row = ctx.checkpoint(owner, model_path)
-    if base_model is not None and ctx.base(base_model).name != row.base:
+        return SamplerRef(owner.context.base(base_model), None, None)
+    row = owner.checkpoint(model_path)
+    if base_model is not None and owner.context.base(base_model).name != row.base:
         raise BadRequest(f"{model_path} is of base {row.base}, not {base_model}: leave base_model out")
-    return SamplerRef(ctx.base_of(row), row.folder, row.path)
+    return SamplerRef(owner.context.base_of(row), row.folder, row.path)
 
 
 @router.post("/create_sampling_session")
 def create_sampling_session(
-    call: JsonBody[CreateSamplingSessionRequest], ctx: ContextDep, owner: OwnerDep
-) -> CreateSamplingSessionResponse:
+    call: JsonBody[requests.CreateSamplingSessionRequest], owner: OwnerDep
+) -> responses.CreateSamplingSessionResponse:
     """Creates a sampler with the weights that are at the path now; later saves to the path do not change it."""
-    source = resolve_source(ctx, owner, call.model_path, call.base_model)
-    touch_session(ctx, owner, call.session_id)
+    source = resolve_source(owner, call.model_path, call.base_model)
+    touch_session(owner, call.session_id)
     id = f"{call.session_id}:sample:{call.sampling_session_seq_id}"
-    values = {"session": call.session_id, "owner": owner, "base": source.base.name, "path": source.path}
-    if not ctx.store.insert(samplers, id=id, folder=source.folder, created=time.time(), **values):
-        there = ctx.sampler(owner, id)
+    values = {"session": call.session_id, "owner": owner.name, "base": source.base.name, "path": source.path}
+    if not owner.store.insert(samplers, id=id, folder=source.folder, created=time.time(), **values):
+        there = owner.sampler(id)
         if (there.base, there.path) != (source.base.name, source.path):
             raise BadRequest(f"sampler {id} exists already, with other weights: take another sampling_session_seq_id")
-    return CreateSamplingSessionResponse(sampling_session_id=id)
+    return responses.CreateSamplingSessionResponse(sampling_session_id=id)
 
 
 @router.post("/join_sampling_session")
 def join_sampling_session(
-    call: JsonBody[JoinSamplingSessionRequest], ctx: ContextDep, owner: OwnerDep
-) -> JoinSamplingSessionResponse:
+    call: JsonBody[requests.JoinSamplingSessionRequest], owner: OwnerDep
+) -> responses.JoinSamplingSessionResponse:
     """Returns a number for a copy of a sampling client, from which its sequence numbers start; the first client has
     0."""
-    ctx.sampler(owner, call.sampling_session_id)
-    return JoinSamplingSessionResponse(client_counter=1 + secrets.randbelow(10**9 - 1))
+    owner.sampler(call.sampling_session_id)
+    return responses.JoinSamplingSessionResponse(client_counter=1 + secrets.randbelow(10**9 - 1))
 
 
 @router.get("/samplers/{id}")
-def get_sampler(id: str, ctx: ContextDep, owner: OwnerDep) -> GetSamplerResponse:
+def get_sampler(id: str, owner: OwnerDep) -> responses.GetSamplerResponse:
     """Returns the base and weights of a sampler."""
-    row = ctx.sampler(owner, id)
-    source = ctx.store.get(checkpoints, row.path) if row.path else None
-    name = client_base_name(ctx, source) if source else public_base_name(ctx.base_of(row))
-    return GetSamplerResponse(sampler_id=id, base_model=name, model_path=row.path)
+    row = owner.sampler(id)
+    source = owner.store.get(checkpoints, row.path) if row.path else None
+    name = owner.context.client_base_name(source) if source else owner.context.base_of(row).public_name
+    return responses.GetSamplerResponse(sampler_id=id, base_model=name, model_path=row.path)
 
 
 @router.post("/asample")
-def asample(call: JsonBody[SampleRequest], ctx: ContextDep, owner: OwnerDep, queue: QueueDep) -> UntypedAPIFuture:
+def asample(call: JsonBody[requests.SampleRequest], owner: OwnerDep) -> responses.UntypedAPIFuture:
     """Queues a sampling request."""
     if call.sampling_session_id is not None:
-        row = ctx.sampler(owner, call.sampling_session_id)
-        source = SamplerRef(ctx.base_of(row), row.folder, row.path)
+        row = owner.sampler(call.sampling_session_id)
+        source = SamplerRef(owner.context.base_of(row), row.folder, row.path)
     else:
-        source = resolve_source(ctx, owner, call.model_path, call.base_model)
+        source = resolve_source(owner, call.model_path, call.base_model)
     job = sample_job(call, source)
     sampler = call.sampling_session_id
-    check_answer_size([job], ctx.limits)
+    check_answer_size([job], owner.context.limits)
     key = f"sampler:{sampler}:{call.seq_id}" if sampler is not None and call.seq_id is not None else None
-    id = queue.submit(owner, "sample", job, key=key, model=sampler, seq=call.seq_id)
-    return UntypedAPIFuture(request_id=id, sample_sequence_ids=[f"{id}-{i}" for i in range(call.num_samples)])
+    id = owner.submit("sample", job, key=key, model=sampler, seq=call.seq_id)
+    return responses.UntypedAPIFuture(request_id=id, sample_sequence_ids=[f"{id}-{i}" for i in range(call.num_samples)])
 
 
-def sample_job(call: SampleRequest, source: SamplerRef) -> SampleJob:
+def sample_job(call: requests.SampleRequest, source: SamplerRef) -> SampleJob:
     """Converts the call to the worker's form, with a random seed if it has none. Raises BadRequest for options that are
     not supported or a prompt that does not fit."""
     if call.record_stability_info:
@@ -178,7 +167,7 @@ def resolve_seed(seed: int | None) -> int:
     return secrets.randbits(63) if seed is None else seed % 2**64
 
 
-def _sampling(params: SamplingParams, base: BaseInfo, prompt: int) -> SamplingConfig:
+def _sampling(params: requests.SamplingParams, base: BaseInfo, prompt: int) -> SamplingConfig:
     stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
     return SamplingConfig(
         max_tokens=resolve_max_tokens(params.max_tokens, prompt, base),
@@ -191,7 +180,7 @@ def _sampling(params: SamplingParams, base: BaseInfo, prompt: int) -> SamplingCo
     )
 
 
-def _targets(call: SampleRequest, prompt: int, vocab: int) -> list[list[int]] | None:
+def _targets(call: requests.SampleRequest, prompt: int, vocab: int) -> list[list[int]] | None:
     """Returns the ids [P-1][K] whose log-probabilities are requested, with -1 for none. Raises BadRequest if their
     shape, dtype or range is wrong."""
     if call.target_prompt_logprobs is None:

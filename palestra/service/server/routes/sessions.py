@@ -8,28 +8,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
-from palestra.service.server.deps import ContextDep, JsonBody, OwnerDep, metadata_as_text
-from palestra.service.server.state import ServiceContext
+from palestra.service.server.deps import JsonBody, OwnerDep, metadata_as_text
+from palestra.service.server.owner import Owner
 from palestra.service.storage.tables import models, samplers, sessions
-from palestra.service.wire.schemas.requests import (
-    AssignProjectRequest,
-    CreateSessionRequest,
-    FinishSessionRequest,
-    SessionHeartbeatRequest,
-)
-from palestra.service.wire.schemas.responses import (
-    AuthTokenResponse,
-    ClientConfigResponse,
-    ClientDynamicConfigResponse,
-    CreateSessionResponse,
-    GetServerCapabilitiesResponse,
-    GetSessionResponse,
-    HealthResponse,
-    ListSessionsResponse,
-    SessionHeartbeatResponse,
-    SupportedModel,
-    TelemetryResponse,
-)
+from palestra.service.wire.schemas import requests, responses
 from palestra.service.wire.schemas.wire_model import BadRequest
 
 router = APIRouter()
@@ -40,112 +22,116 @@ Offset = Annotated[int, Query(ge=0, le=2**31)]
 
 
 @router.get("/healthz")
-async def healthz() -> HealthResponse:
+async def healthz() -> responses.HealthResponse:
     """Answers a health check; needs no API key."""
-    return HealthResponse()
+    return responses.HealthResponse()
 
 
 @router.post("/client/config")
-async def client_config(request: Request) -> ClientConfigResponse:
+async def client_config(request: Request) -> responses.ClientConfigResponse:
     """Returns the client's feature flags. Clients with a MinT key ("sk-...") must exchange it for a token, since
     they refuse to send it directly. The body is not read, because the request is not authenticated."""
     key, version = (request.headers.get(name, "") for name in ("x-api-key", "x-stainless-package-version"))
-    return ClientConfigResponse(
+    return responses.ClientConfigResponse(
         pjwt_auth_enabled=key.startswith("sk-"), use_pyqwest_transport=not version.startswith(REDIRECT_SDK_VERSIONS)
     )
 
 
 @router.post("/client/dynamic_config")
-async def dynamic_config() -> ClientDynamicConfigResponse:
+async def dynamic_config() -> responses.ClientDynamicConfigResponse:
     """Returns the feature flags that clients refresh while they run."""
-    return ClientDynamicConfigResponse(sample_cancel_enabled=True)
+    return responses.ClientDynamicConfigResponse(sample_cancel_enabled=True)
 
 
 @router.post("/auth/token")
-async def auth_token(ctx: ContextDep, owner: OwnerDep) -> AuthTokenResponse:
+async def auth_token(owner: OwnerDep) -> responses.AuthTokenResponse:
     """Issues a token for the API key."""
-    return AuthTokenResponse(jwt=ctx.keys.issue_token(owner))
+    return responses.AuthTokenResponse(jwt=owner.context.keys.issue_token(owner.name))
 
 
 @router.post("/telemetry")
-async def telemetry(owner: OwnerDep) -> TelemetryResponse:
+async def telemetry(owner: OwnerDep) -> responses.TelemetryResponse:
     """Accepts telemetry and discards it."""
-    return TelemetryResponse()
+    return responses.TelemetryResponse()
 
 
 @router.get("/get_server_capabilities")
-async def capabilities(ctx: ContextDep, owner: OwnerDep) -> GetServerCapabilitiesResponse:
+async def capabilities(owner: OwnerDep) -> responses.GetServerCapabilitiesResponse:
     """Lists the base models under all their names."""
-    named = [(name, base.max_length) for base in ctx.bases.values() for name in (base.name, *base.public_names)]
-    return GetServerCapabilitiesResponse(
-        supported_models=[SupportedModel(model_name=name, max_context_length=length) for name, length in named]
+    named = [
+        (name, base.max_length) for base in owner.context.bases.values() for name in (base.name, *base.public_names)
+    ]
+    return responses.GetServerCapabilitiesResponse(
+        supported_models=[
+            responses.SupportedModel(model_name=name, max_context_length=length) for name, length in named
+        ]
     )
 
 
 @router.post("/create_session")
-def create_session(call: JsonBody[CreateSessionRequest], ctx: ContextDep, owner: OwnerDep) -> CreateSessionResponse:
+def create_session(call: JsonBody[requests.CreateSessionRequest], owner: OwnerDep) -> responses.CreateSessionResponse:
     """Creates a session."""
     info: dict[str, Any] = {"tags": call.tags, "display_name": call.display_name, "project": call.project_id}
     info["user_metadata"] = metadata_as_text(call.user_metadata)
     id = f"s{uuid.uuid4().hex[:16]}"
-    _begin(ctx, owner, id, info)
-    return CreateSessionResponse(session_id=id)
+    _begin(owner, id, info)
+    return responses.CreateSessionResponse(session_id=id)
 
 
-def touch_session(ctx: ServiceContext, owner: str, id: str) -> None:
+def touch_session(owner: Owner, id: str) -> None:
     """Records that a session is in use; creates it if it does not exist, since scripts choose their own ids. Raises
     BadRequest if it belongs to another owner."""
-    if not _begin(ctx, owner, id, {}):
-        ctx.session(owner, id)
-        ctx.store.update(sessions, id, seen=time.time(), finished=None)
+    if not _begin(owner, id, {}):
+        owner.session(id)
+        owner.store.update(sessions, id, seen=time.time(), finished=None)
 
 
-def _begin(ctx: ServiceContext, owner: str, id: str, info: dict[str, Any]) -> bool:
+def _begin(owner: Owner, id: str, info: dict[str, Any]) -> bool:
     now = time.time()
-    return ctx.store.insert(sessions, id=id, owner=owner, created=now, seen=now, finished=None, info=info)
+    return owner.store.insert(sessions, id=id, owner=owner.name, created=now, seen=now, finished=None, info=info)
 
 
 @router.post("/session_heartbeat")
-def heartbeat(call: JsonBody[SessionHeartbeatRequest], ctx: ContextDep, owner: OwnerDep) -> SessionHeartbeatResponse:
+def heartbeat(call: JsonBody[requests.SessionHeartbeatRequest], owner: OwnerDep) -> responses.SessionHeartbeatResponse:
     """Keeps a session alive. Answers 410, upon which clients stop calling, only if the session was finished."""
-    session = ctx.session(owner, call.session_id)
+    session = owner.session(call.session_id)
     if session.finished is not None:
         raise BadRequest(f"session {call.session_id} was finished: create a new one", 410)
-    ctx.store.update(sessions, call.session_id, seen=time.time())
-    return SessionHeartbeatResponse()
+    owner.store.update(sessions, call.session_id, seen=time.time())
+    return responses.SessionHeartbeatResponse()
 
 
 @router.post("/sessions/{id}/finish")
-def finish_session(id: str, call: JsonBody[FinishSessionRequest], ctx: ContextDep, owner: OwnerDep) -> dict[str, str]:
+def finish_session(id: str, call: JsonBody[requests.FinishSessionRequest], owner: OwnerDep) -> dict[str, str]:
     """Marks a session as finished."""
-    session = ctx.session(owner, id)
+    session = owner.session(id)
     info = {**session.info, "finish": {"reason": call.reason.type, "detail": call.detail}}
-    ctx.store.update(sessions, id, finished=time.time(), info=info)
+    owner.store.update(sessions, id, finished=time.time(), info=info)
     return {"status": "ok"}
 
 
 @router.put("/sessions/{id}/project")
-def assign_project(id: str, call: JsonBody[AssignProjectRequest], ctx: ContextDep, owner: OwnerDep) -> Response:
+def assign_project(id: str, call: JsonBody[requests.AssignProjectRequest], owner: OwnerDep) -> Response:
     """Assigns a session to a project: a label that the client chooses, by which runs are listed."""
-    session = ctx.session(owner, id)
-    ctx.store.update(sessions, id, info={**session.info, "project": call.project_id})
+    session = owner.session(id)
+    owner.store.update(sessions, id, info={**session.info, "project": call.project_id})
     return Response(status_code=204)
 
 
 @router.get("/sessions")
-def list_sessions(ctx: ContextDep, owner: OwnerDep, limit: Limit = 20, offset: Offset = 0) -> ListSessionsResponse:
+def list_sessions(owner: OwnerDep, limit: Limit = 20, offset: Offset = 0) -> responses.ListSessionsResponse:
     """Lists the owner's sessions, newest first."""
-    found = ctx.store.find(sessions, sessions.c.owner == owner, limit=limit, offset=offset)
-    return ListSessionsResponse(sessions=[row.id for row in found])
+    found = owner.store.find(sessions, sessions.c.owner == owner.name, limit=limit, offset=offset)
+    return responses.ListSessionsResponse(sessions=[row.id for row in found])
 
 
 @router.get("/sessions/{id}")
-def get_session(id: str, ctx: ContextDep, owner: OwnerDep) -> GetSessionResponse:
+def get_session(id: str, owner: OwnerDep) -> responses.GetSessionResponse:
     """Returns the models and samplers of a session."""
-    session = ctx.session(owner, id)
-    return GetSessionResponse(
-        training_run_ids=[row.id for row in ctx.store.find(models, models.c.session == id)],
-        sampler_ids=[row.id for row in ctx.store.find(samplers, samplers.c.session == id)],
+    session = owner.session(id)
+    return responses.GetSessionResponse(
+        training_run_ids=[row.id for row in owner.store.find(models, models.c.session == id)],
+        sampler_ids=[row.id for row in owner.store.find(samplers, samplers.c.session == id)],
         user_metadata=session.info.get("user_metadata"),
         display_name=session.info.get("display_name"),
     )

@@ -167,6 +167,12 @@ class ModelRequest(WireModel):
     model_id: Id
 
 
+class NumberedRequest(ModelRequest):
+    """A request of a model, with its place among them."""
+
+    seq_id: SeqId | None = None
+
+
 # Training
 
 
@@ -222,20 +228,16 @@ class ForwardBackwardInput(WireModel):
     loss_fn_config: Annotated[dict[str, float | str], Field(max_length=MAX_ENTRIES)] | None = None
 
 
-class ForwardBackwardRequest(WireModel):
+class ForwardBackwardRequest(NumberedRequest):
     """Body of `/forward_backward` in JSON."""
 
     forward_backward_input: ForwardBackwardInput
-    model_id: Id
-    seq_id: SeqId | None = None
 
 
-class ForwardRequest(WireModel):
+class ForwardRequest(NumberedRequest):
     """Body of `/forward`."""
 
     forward_input: ForwardBackwardInput
-    model_id: Id
-    seq_id: SeqId | None = None
 
 
 class AdamParams(WireModel):
@@ -249,12 +251,10 @@ class AdamParams(WireModel):
     grad_clip_norm: Annotated[float, Field(ge=0, le=MAX_CLIP_NORM)] = 0.0
 
 
-class OptimStepRequest(WireModel):
+class OptimStepRequest(NumberedRequest):
     """Body of `/optim_step`. New clients send the settings of optimizers other than Adam as `optimizer_params`."""
 
     adam_params: AdamParams
-    model_id: Id
-    seq_id: SeqId | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -274,15 +274,13 @@ class ReverseKLDatum(WireModel):
     weights: TensorData
 
 
-class ReverseKLRequest(WireModel):
+class ReverseKLRequest(NumberedRequest):
     """Body of MinT's reverse-KL pass. The reference is a path of weights or a base model. MinT's client sends no
     `seq_id`."""
 
-    model_id: Id
     reference_model_path: TinkerPathText
     data: Annotated[list[ReverseKLDatum], Field(min_length=1, max_length=MAX_SEQUENCES, fail_fast=True)]
     temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)] = 1.0
-    seq_id: SeqId | None = None
 
 
 # Sampling

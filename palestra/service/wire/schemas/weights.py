@@ -13,6 +13,7 @@ from palestra.service.wire.schemas.requests import (
     Id,
     LoraConfig,
     Metadata,
+    NumberedRequest,
     OptimizerConfig,
     SeqId,
     SessionId,
@@ -25,26 +26,22 @@ from palestra.service.wire.schemas.wire_model import WireModel
 MANIFEST = "manifest.json"
 
 
-class SaveWeightsRequest(WireModel):
+class SaveWeightsRequest(NumberedRequest):
     """Body of `/save_weights`: a checkpoint with optimizer state."""
 
-    model_id: Id
     path: CheckpointName | None = None
-    seq_id: SeqId | None = None
     ttl_seconds: Ttl | None = None
     overwrite: bool = False
     user_metadata: Metadata | None = None
 
 
-class SaveWeightsForSamplerRequest(WireModel):
+class SaveWeightsForSamplerRequest(NumberedRequest):
     """Body of `/save_weights_for_sampler`. `path` names a checkpoint that is kept; `sampling_session_seq_id` creates a
     sampler whose weights have no path."""
 
-    model_id: Id
     path: CheckpointName | None = None
     sampling_session_seq_id: Slot | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    seq_id: SeqId | None = None
     ttl_seconds: Ttl | None = None
     user_metadata: Metadata | None = None
 
@@ -55,12 +52,10 @@ class SaveWeightsForSamplerRequest(WireModel):
         return self
 
 
-class SaveWeightsExternalRequest(WireModel):
+class SaveWeightsExternalRequest(NumberedRequest):
     """Body of `/save_weights_external`."""
 
-    model_id: Id
     path: CheckpointName
-    seq_id: SeqId | None = None
     ttl_seconds: Ttl | None = None
     age_encryption_recipients: Annotated[list[str], Field(max_length=MAX_ENTRIES)] | None = None
 

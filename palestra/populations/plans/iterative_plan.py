@@ -1,0 +1,75 @@
+"""What PSRO, XDO and self-play share: progress in iterations, and NashConv of their mixtures."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from itertools import chain
+
+from palestra.core.types import TEAM, Metrics
+from palestra.parallel.tasks import Result, Task
+from palestra.populations.population import Mix, Player, Population
+from palestra.populations.tasks import AssessResult, AssessTask
+
+
+class IterativePlan(ABC):
+    """A plan of `iterations`; the mixtures after every `nash_conv_every` of them (0: never) and after
+    the last are assessed.
+
+    `nash_convs` maps iterations to measured NashConv; the plan is done once one is at most
+    `stop_nash_conv` (0: never).
+    """
+
+    def __init__(self, population: Population, iterations: int, nash_conv_every: int, stop_nash_conv: float) -> None:
+        self.population = population
+        self.iterations = iterations
+        self.nash_conv_every = nash_conv_every
+        self.stop_nash_conv = stop_nash_conv
+        self.nash_convs: dict[int, float] = {}
+        self.env_steps = 0
+        self.is_done = False
+        self._metrics: dict[str, Metrics] = {}  # of the last result
+
+    @property
+    @abstractmethod
+    def iteration(self) -> int:
+        """The number of iterations that are done."""
+
+    @abstractmethod
+    def _counts(self) -> Metrics:
+        """Returns the numbers of members, games and env steps."""
+
+    def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
+        """Returns the metrics of the result that was recorded last."""
+        return self._metrics
+
+    def summary(self) -> dict[str, float]:
+        """Returns progress: iterations done and in all, counts, and the latest NashConv."""
+        last = {"nash_conv": self.nash_convs[max(self.nash_convs)]} if self.nash_convs else {}
+        return {"iteration": self.iteration, "iterations": self.iterations, **self._counts(), **last}
+
+    def _assessment(self, number: int, strategies: dict[Player, Mix]) -> list[AssessTask]:
+        """Returns the task that assesses the mixtures of iteration `number`, if it is due."""
+        every = self.nash_conv_every
+        if not every or (number % every and number != self.iterations):
+            return []
+        files = self.population.names_with_files(chain.from_iterable(strategies.values()))
+        return [AssessTask(f"assess/{number}", iteration=number, strategies=strategies, members=files)]
+
+    def _record_assessment(self, task: AssessTask, result: AssessResult) -> None:
+        number = task.iteration
+        measured = result.nash_conv
+        self.nash_convs[number] = measured
+        self.is_done |= measured <= self.stop_nash_conv > 0
+        self._metrics = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result.exploitability}}
+
+
+def check_population(population: Population, self_play: float) -> None:
+    """Raises ValueError if a player has no member, or if several players have `self_play` above 0."""
+    for player in population.players:
+        if not population.names_of(player):
+            raise ValueError(f'player "{player}" has no initial member: add one, for example uniform')
+    if self_play and len(population.players) > 1:
+        raise ValueError(
+            "self_play: a policy of one seat cannot play another; only a population that plays every seat "
+            "(symmetric: true) can play its own current weights"
+        )
