@@ -23,7 +23,7 @@ from palestra.populations.scheduler import PlanCallback
 from palestra.runs import Run
 from palestra.runs.checkpoints import TASKS_FILE
 from palestra.runs.loop import Callback, Trainer, restore_checkpoint, run_training
-from palestra.runs.null_run import NullRun, run_on_rank_zero
+from palestra.runs.null_run import AnyRun, run_on_rank_zero
 
 if TYPE_CHECKING:
     from palestra.populations.build.build import PopulationConfig, PopulationSetup
@@ -48,7 +48,7 @@ class RunKind:
         """Returns the parts of the run. Raises ValueError if they do not fit together."""
         raise NotImplementedError
 
-    def open(self, setup: Any, open_run: Callable[[], Run]) -> AbstractContextManager[Run | NullRun]:
+    def open(self, setup: Any, open_run: Callable[[], Run]) -> AbstractContextManager[AnyRun]:
         """Context with this process's view of the run that `open_run` opens."""
         return open_run()
 
@@ -83,7 +83,7 @@ class TextRuns(RunKind):
         with console.busy(lambda: what):
             return build(config)
 
-    def open(self, setup: TextTrainer, open_run: Callable[[], Run]) -> AbstractContextManager[Run | NullRun]:
+    def open(self, setup: TextTrainer, open_run: Callable[[], Run]) -> AbstractContextManager[AnyRun]:
         return run_on_rank_zero(setup.ranks, open_run)
 
 

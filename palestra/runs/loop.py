@@ -19,7 +19,7 @@ from palestra.core.types import Episode, Metrics
 from palestra.core.user_functions import check_overrides
 from palestra.parallel.process_group import ProcessGroup
 from palestra.runs import Checkpoint
-from palestra.runs.replays import GameReplay, ReplayHeader
+from palestra.runs.null_run import AnyRun
 
 CHECKPOINT_INTERVAL_S = 600.0  # seconds of training that a killed run loses at most, if it can be saved at any step
 
@@ -82,27 +82,6 @@ class Evaluation:
         return step + 1 in (0, steps) or (self.every > 0 and (step + 1) % self.every == 0)
 
 
-class RunProtocol(Protocol):
-    """The part of `Run` that training writes to; processes of rank above 0 use a `NullRun` in its place."""
-
-    next_step: int
-
-    @property
-    def path(self) -> Path: ...
-    def log_metrics(self, step: int, policy: str, metrics: Mapping[str, Any], /) -> None: ...
-    def log_timings(self, step: int, policy: str, metrics: Mapping[str, Any], /) -> None: ...
-    def log_eval(self, step: int, name: str, metrics: Mapping[str, Any], /) -> None: ...
-    def log_workers(self, step: int, /) -> None: ...
-    def write_episodes(self, step: int, episodes: list[Episode], /) -> Any: ...
-    def write_eval_episodes(self, step: int, name: str, episodes: list[Episode], /) -> Any: ...
-    def write_replays(self, step: int, name: str, header: ReplayHeader, replays: Sequence[GameReplay], /) -> Any: ...
-    def sync(self) -> None: ...
-    def resume(self) -> Checkpoint | None: ...
-    def checkpoint(
-        self, step: int, write: Callable[[Path], None], info: Mapping[str, Any] | None = None, keep: bool = False
-    ) -> Any: ...
-
-
 Collected = TypeVar("Collected")
 Update = TypeVar("Update")
 
@@ -153,7 +132,7 @@ class Trainer(Protocol[Collected, Update]):
     def evals(self) -> Sequence[Evaluation]:
         """The held-out evaluations that this process plays."""
 
-    def open(self, run: RunProtocol, callback: Callback) -> AbstractContextManager[None]:
+    def open(self, run: AnyRun, callback: Callback) -> AbstractContextManager[None]:
         """Context for the steps from `run.next_step` on; holds the processes and event loops that they need."""
 
     def collect(self, step: int) -> Collected:
@@ -180,7 +159,7 @@ class Trainer(Protocol[Collected, Update]):
 
 def run_training(
     trainer: Trainer[Collected, Update],
-    run: RunProtocol,
+    run: AnyRun,
     callback: Callback | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     *,
@@ -242,7 +221,7 @@ def step_span(step: int) -> AbstractContextManager[Any]:
 
 
 def play_evals(
-    trainer: Trainer[Any, Any], run: RunProtocol, step: int, callback: Callback, *, due_only: bool = True
+    trainer: Trainer[Any, Any], run: AnyRun, step: int, callback: Callback, *, due_only: bool = True
 ) -> None:
     """Plays the evaluations that are due after `step` (with `due_only=False` all) and writes their metrics to the
     run."""
@@ -255,14 +234,14 @@ def play_evals(
             callback.on_eval(step, evaluation.name, metrics)
 
 
-def save_checkpoint(trainer: Trainer[Any, Any], run: RunProtocol, step: int, *, keep: bool) -> None:
+def save_checkpoint(trainer: Trainer[Any, Any], run: AnyRun, step: int, *, keep: bool) -> None:
     """Writes a checkpoint after `step`. With `keep` it is never pruned."""
     names = {name: name for name in trainer.policy_names}
     with span("checkpoint", step=step):
         run.checkpoint(step, lambda folder: trainer.save(step, folder), {"names": names}, keep=keep)
 
 
-def restore_checkpoint(trainer: Trainer[Any, Any], run: RunProtocol) -> int:
+def restore_checkpoint(trainer: Trainer[Any, Any], run: AnyRun) -> int:
     """Restores the run and the trainer from the newest intact checkpoint, on every rank. Returns the next step to
     train.
 
@@ -282,7 +261,7 @@ def restore_checkpoint(trainer: Trainer[Any, Any], run: RunProtocol) -> int:
     return run.next_step
 
 
-def resume_command(run: RunProtocol) -> str:
+def resume_command(run: AnyRun) -> str:
     """Returns the command that continues `run`."""
     return f"palestra train --resume {run.path}"
 
