@@ -25,19 +25,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 HEAD_COLUMNS = ["step", "episode", "env", "seed", "seats", "error"]
-COLUMNS = [
-    *HEAD_COLUMNS,
-    "node",
-    "parent",
-    "depth",
-    "seat",
-    "chosen",
-    "done",
-    "reward",
-    "team_reward",
-    "success",
-    "invalid",
-]
+NODE_COLUMNS = ["node", "parent", "depth", "chosen", "done", "team_reward", "success"]
+COLUMNS = [*HEAD_COLUMNS, *NODE_COLUMNS, "seat", "reward", "invalid"]
 RETURN_PREFIX = "return/"
 
 

@@ -41,17 +41,8 @@ def replay_view(run: CatalogRun, evaluation: str, step: int) -> dict[str, Any]:
 
 
 def _episode(replay: GameReplay) -> dict[str, Any]:
-    frames = [
-        {
-            "picture": _data_url(frame.picture),
-            "text": frame.text,
-            "acts": frame.acts,
-            "actions": frame.actions,
-            "rewards": frame.rewards,
-        }
-        for frame in replay.frames
-    ]
-    return {"seed": replay.seed, "end": replay.end, "success": replay.success, "frames": frames}
+    frames = [vars(frame) | {"picture": _data_url(frame.picture)} for frame in replay.frames]
+    return vars(replay) | {"frames": frames}
 
 
 def _data_url(picture: bytes | None) -> str | None:
