@@ -212,11 +212,14 @@ class LiveChart(Callback):
 
 
 class PopulationBar(_Bar, scheduler.PlanCallback):
-    """Progress bar of population training. `summary` returns current metrics of the population and is called after each
-    task."""
+    """Progress bar of population training, which calls `callback.on_step` after each task. `summary` returns current
+    metrics of the population."""
 
-    def __init__(self, summary: Callable[[], Mapping[str, float]], console: PlainConsole | None = None) -> None:
+    def __init__(
+        self, summary: Callable[[], Mapping[str, float]], callback: Callback, console: PlainConsole | None = None
+    ) -> None:
         self.summary = summary
+        self.callback = callback
         columns = (
             TextColumn("training"),
             BarColumn(bar_width=None),
@@ -231,6 +234,7 @@ class PopulationBar(_Bar, scheduler.PlanCallback):
         metrics = self.summary()
         completed = max(0, int(metrics.get("iteration", 0)))
         self.bar.update(self.task, completed=completed, total=metrics.get("iterations"), what=format_summary(metrics))
+        self.callback.on_step(number, lines)
 
 
 def format_summary(metrics: Mapping[str, float]) -> str:

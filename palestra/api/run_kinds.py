@@ -18,8 +18,6 @@ from palestra.core.config import Tree
 from palestra.core.files import read_lines
 from palestra.core.types import Episode, Metrics
 from palestra.envs import is_vector_config
-from palestra.parallel.tasks import TaskResult
-from palestra.populations.scheduler import PlanCallback
 from palestra.runs import Run
 from palestra.runs.checkpoints import TASKS_FILE
 from palestra.runs.loop import Callback, Trainer, restore_checkpoint, run_training
@@ -132,9 +130,9 @@ class PopulationRuns(RunKind):
             console.print(f"resuming after {start} tasks")
             for line in run.version_notes():
                 print_line(line)
-        with PopulationBar(setup.plan.summary, console) as bar, StopOnInterrupt() as interrupted:
-            tasks = TaskCallbacks(bar, CallbackList(callbacks))
-            done = run_population(setup, run, tasks, _stop_requested(interrupted, callbacks))
+        each = CallbackList(callbacks)
+        with PopulationBar(setup.plan.summary, each, console) as bar, StopOnInterrupt() as interrupted:
+            done = run_population(setup, run, bar, _stop_requested(interrupted, callbacks))
         if done and start and len(read_lines(run.path / TASKS_FILE)) == start:
             print_line(complete_message(config.model_dump(mode="json")))
         if done:
@@ -220,15 +218,3 @@ class CallbackList(Callback):
     def on_eval(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
         for callback in self.callbacks:
             callback.on_eval(step, name, metrics)
-
-
-class TaskCallbacks(PlanCallback):
-    """Calls the progress bar of a population and `callback.on_step` after each of its tasks."""
-
-    def __init__(self, bar: PlanCallback, callback: Callback) -> None:
-        self.bar = bar
-        self.callback = callback
-
-    def on_task_done(self, number: int, done: TaskResult, lines: Mapping[str, Metrics]) -> None:
-        self.bar.on_task_done(number, done, lines)
-        self.callback.on_step(number, lines)
