@@ -149,10 +149,7 @@ def results_data(results: GridResults) -> dict[str, Any]:
     return {
         "grid": results.grid.name,
         "metrics": results.metrics,
-        "values": {
-            algorithm: {task: _with_text_keys(by_seed) for task, by_seed in tasks.items()}
-            for algorithm, tasks in results.values.items()
-        },
+        "values": results.values,
         "aggregates": {
             algorithm: {name: estimate(statistic, scores)._asdict() for name, statistic in STATISTICS.items()}
             for algorithm, scores in complete.items()
@@ -164,10 +161,6 @@ def results_data(results: GridResults) -> dict[str, Any]:
         "missing": results.missing,
         "unscored": results.unscored,
     }
-
-
-def _with_text_keys(by_seed: dict[int, float]) -> dict[str, float]:
-    return {str(seed): value for seed, value in by_seed.items()}
 
 
 # ---- the page
