@@ -182,8 +182,7 @@ class ProgressBar(_Bar, Callback):
 
 
 class LiveChart(Callback):
-    """The first chart of a run in the output of a notebook's cell, drawn anew after evaluations, and after steps every
-    few seconds."""
+    """The first chart of a run in a notebook's cell, drawn anew every few seconds."""
 
     def __init__(self, path: Path) -> None:
         from IPython.display import HTML, display  # there in every notebook
@@ -212,8 +211,7 @@ class LiveChart(Callback):
 
 
 class PopulationBar(_Bar, scheduler.PlanCallback):
-    """Progress bar of population training, which calls `callback.on_step` after each task. `summary` returns current
-    metrics of the population."""
+    """Progress bar of a population, with the metrics of `summary`; calls `callback.on_step`."""
 
     def __init__(
         self, summary: Callable[[], Mapping[str, float]], callback: Callback, console: PlainConsole | None = None

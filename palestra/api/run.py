@@ -48,8 +48,7 @@ class LaunchRequest:
 
 
 class OpenRun(NamedTuple):
-    """A run that is open for training. `train(callbacks)` trains the remaining steps; it returns False if it was
-    stopped early."""
+    """A run that is open for training. `train(callbacks)` returns False if it was stopped."""
 
     kind: RunKind
     run: Any
@@ -183,8 +182,7 @@ def place_tree(tree: Tree, places: Sequence[str], mirror: str | None = None) -> 
 
 
 def validate_config(kind: RunKind, tree: Tree) -> Any:
-    """Returns the validated config. Raises ValueError for mistakes, with one line for a config that was written for the
-    other kind of env."""
+    """Returns the validated config. Raises ValueError, in one line for the other kind of env."""
     try:
         return validate(kind.config_type, tree)
     except ValueError:

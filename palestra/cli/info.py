@@ -73,8 +73,7 @@ def _show_conversations(base: str) -> None:
 
 
 def _planned_config(base: str | None, path: Path | None, settings: list[str]) -> Any:
-    """Returns the config of the run to plan, with all of its language models on `base` if that is named. Raises
-    ValueError if it trains no language model."""
+    """Returns the run to plan, with `base` if named. Raises ValueError without a language model."""
     from palestra.core.config import load, override, validate
     from palestra.text.config import TextConfig
 

@@ -181,8 +181,7 @@ def serve_sampler(  # noqa: PLR0913 - a parameter for each option
 
 
 def parse_named(settings: list[str] | None, *default: str) -> dict[str, str]:
-    """Parses `["small=/models/small", "tiny"]` to {"small": "/models/small", "tiny": "tiny"}. `default` is used if
-    `settings` is None or empty."""
+    """Parses `["small=/models/small", "tiny"]`, else `default`, to names and values."""
     pairs = [text.partition("=") for text in settings or default]
     return {name: value or name for name, _, value in pairs}
 

@@ -232,7 +232,6 @@ def _print_population(path: Path, config: Any) -> None:
 
 
 def _interruptible(run: Path | None) -> AbstractContextManager[None]:
-    """Context in which a Ctrl-C that ends the run at once prints one line and exits with code 130. `run` is None before
-    there is a run."""
+    """Context in which Ctrl-C prints one line and exits with 130. `run` None: there is none yet."""
     again = f"; resume from the last checkpoint with: palestra train --resume {shlex.quote(str(run))}"
     return interruptible(again if run else " before the run began")

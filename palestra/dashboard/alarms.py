@@ -256,8 +256,7 @@ def longer_for_reward(logged: LoggedMetrics) -> Iterator[Alarm]:
 
 
 def format_for_reward(logged: LoggedMetrics) -> Iterator[Alarm]:
-    """Yields an alarm if reward rose and success did not, while invalid answers vanished or the reward's term of form
-    made most of the rise."""
+    """Yields an alarm if reward rose, success did not, and the form improved or made the rise."""
     forms = rewarded_changes(logged, FORM_METRIC)
     for name, invalid in rewarded_changes(logged, "invalid").items():
         form = forms[name]
@@ -303,8 +302,7 @@ def one_seat_carries(logged: LoggedMetrics) -> Iterator[Alarm]:
 
 
 def no_signal(logged: LoggedMetrics) -> Iterator[Alarm]:
-    """Yields an alarm if nearly all groups of every policy have equal returns, so that there is no gradient, and the
-    task is not solved."""
+    """Yields an alarm if nearly all groups of every policy are flat, and the task is not solved."""
     share = min(end_means(logged, "zero_std_fraction").values(), default=np.nan)
     success = logged.success
     if share >= HIGH_ZERO_VARIANCE and success < SOLVED_SUCCESS:

@@ -33,8 +33,7 @@ MAX_LISTED_RUNS = 5_000  # the newest runs of a folder; older ones are not liste
 
 
 class DashboardApi:
-    """Answers the API's requests about the runs of a library; caches list entries and population records by file
-    stamp."""
+    """Answers requests about the runs of a library; caches list entries and population records."""
 
     def __init__(self, library: RunCatalog) -> None:
         self.library = library
@@ -157,8 +156,7 @@ class DashboardApi:
     # ---- episodes
 
     def episodes(self, request: Request) -> Tree:
-        """Returns a page of the episodes that match the query, the number of matches, and the number of files not yet
-        indexed."""
+        """Returns a page of the matching episodes, and how many files are not indexed."""
         run = self._run(request)
         query = validate(episode_filter.EpisodeFilter, dict(request.query_params))
         columns, unread = run.episodes.columns()
@@ -210,8 +208,7 @@ class DashboardApi:
     # ---- populations and agents
 
     def population(self, request: Request) -> Tree:
-        """Returns a population's payoffs, mixtures, ratings and timeline. Raises ValueError if `last` is not between 1
-        and 200."""
+        """Returns payoffs, mixtures, ratings and timeline of the `last` members, 1 to 200."""
         run = self._refreshed_run(request.path_params["run"])
         last = int(request.query_params.get("last", population.DEFAULT_MEMBERS))
         if not 1 <= last <= 200:

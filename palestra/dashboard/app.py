@@ -94,8 +94,7 @@ def build_dashboard(
 
 
 def json_response(request: Request, tree: Any) -> Response:
-    """Returns `tree` as a JSON response with an ETag; 304 without a body if the client, which polls, has that
-    version."""
+    """Returns `tree` as JSON with an ETag; 304 without a body if the client has that version."""
     text = json.dumps(to_json_types(tree), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     body = text.encode("utf-8", "replace")  # JSON may hold a lone surrogate, which UTF-8 cannot encode
     tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
@@ -127,8 +126,7 @@ ERROR_HANDLERS: dict[Any, Any] = {
 
 
 class RunWatcher:
-    """The file stamps of the runs that event streams follow, read at most once per `POLL_INTERVAL_S` seconds for all
-    streams together."""
+    """The file stamps of runs, read once per `POLL_INTERVAL_S` for all event streams together."""
 
     def __init__(self, library: RunCatalog) -> None:
         self.library = library

@@ -93,8 +93,7 @@ class RunCatalog:
         return [path.parent.name for path in self.root.glob("*/config.yaml") if self._is_run_name(path.parent.name)]
 
     def run(self, name: str) -> CatalogRun:
-        """Returns an open run; the `MAX_OPEN_RUNS` most recently used stay open. Raises NotFound if there is no such
-        run."""
+        """Returns a run; the `MAX_OPEN_RUNS` newest used stay open. Raises NotFound."""
         if not self._is_run_name(name):
             raise NotFound(f"there is no run {name!r} here")
         with self._lock:
@@ -115,8 +114,7 @@ class RunCatalog:
 
 
 def read_config(path: Path) -> Tree:
-    """Returns a config as a tree, without credentials; {} if it is not a config or larger than `MAX_TREE_BYTES`
-    bytes."""
+    """Returns a config without credentials; {} if it is none, or above `MAX_TREE_BYTES`."""
     try:
         return parse(hide_credentials(read_bytes(path, MAX_TREE_BYTES).decode()), str(path))
     except (ValueError, OSError, *PARSE_ERRORS):

@@ -119,8 +119,7 @@ class _Tree:
 
 
 def _returns(table: pa.Table, tree: _Tree) -> dict[str, np.ndarray]:
-    """Returns, by seat, the mean return over trajectories [E] float64; NaN for episodes in which the seat has no
-    row."""
+    """Returns the mean return [E] float64 over trajectories by seat; NaN where it has no row."""
     codes = table.column("seat").combine_chunks().dictionary_encode()
     seat_R = codes.indices.fill_null(-1).to_numpy(zero_copy_only=False)
     node_of_R = np.cumsum(tree.is_first_R) - 1

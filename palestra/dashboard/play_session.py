@@ -115,8 +115,7 @@ class PlaySession:
             self._asked = None
 
     def finish(self, episode: Episode) -> None:
-        """Stores the finished episode and cancels an open question: the episode may have failed at another seat
-        meanwhile."""
+        """Stores the episode and cancels an open question: another seat may have failed."""
         self._episode = episode
         self._take_back()
 
@@ -137,8 +136,7 @@ class PlaySession:
         self._news = asyncio.Event()
 
     async def wait_for_change(self, known_version: int, timeout_s: float) -> bool:
-        """Waits up to `timeout_s` seconds for `state_version` to differ from `known_version`; returns whether it
-        does."""
+        """Waits for `state_version` to change, at most `timeout_s`; returns whether it did."""
         if self.state_version == known_version:
             try:
                 await asyncio.wait_for(self._news.wait(), timeout_s)

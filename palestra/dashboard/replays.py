@@ -25,8 +25,7 @@ def replay_list(run: CatalogRun) -> list[dict[str, Any]]:
 
 
 def replay_view(run: CatalogRun, evaluation: str, step: int) -> dict[str, Any]:
-    """Returns the games of `evaluation` after `step` steps. Raises NotFound if there are none, ValueError if the file
-    holds no replays or is too large."""
+    """Returns the games of an evaluation after `step` steps. Raises NotFound, or ValueError."""
     name = eval_file(REPLAYS_FOLDER, evaluation, step - 1)
     path = run.file(name)
     if not path.is_file():

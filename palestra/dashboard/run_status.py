@@ -65,8 +65,7 @@ def _stat(path: Path) -> tuple[int, int]:
 
 
 def list_entry(run: CatalogRun, locks: Mapping[int, int]) -> Tree:
-    """Returns a run's entry in the list of runs, from its config and the ends of its logs. `locks` is
-    `held_locks()`."""
+    """Returns a run's entry in the list of runs. `locks` is `held_locks()`."""
     config = run.config
     meta = run.meta
     metrics = last_lines(run.file("metrics.jsonl"), "policy")
@@ -274,8 +273,7 @@ MAX_ERRORS = 20  # distinct errors that are listed, the most frequent first
 
 
 def system_status(run: CatalogRun) -> dict[str, Any]:
-    """Returns local processes, this machine's load, workers, queues, newest timings, failures, disk use in bytes, and
-    meta.json."""
+    """Returns all that the page System shows: processes, workers, failures, disk use, versions."""
     pid = writing_process(run.file(".lock"))
     table, missing = run.episodes.table()
     return {

@@ -47,8 +47,7 @@ def find_tokenizer(base: str) -> Tokenizer | None:
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Returns one text per id; joined they are the whole text. "" for a token that ends inside a multi-byte
-    character."""
+    """Returns one text per id; joined they are the whole. "" inside a multi-byte character."""
     stream = DecodeStream(skip_special_tokens=False)
     return [stream.step(tokenizer, number) or "" for number in ids]
 
@@ -99,16 +98,14 @@ def _bone(row: Row) -> Row:
 
 
 def last_played_node(nodes: list[Row]) -> int:
-    """Returns the id of the node where the first finished trajectory ended, else of the last played node, else of the
-    root."""
+    """Returns the node where the first trajectory ended, else the last played, else the root."""
     played = [node for node in nodes if node["chosen"]]
     return int(next((node for node in played if node["done"]), [*nodes[:1], *played][-1])["id"])
 
 
 def path_texts(path: Path, episode: int, node: int) -> list[Row]:
-    """Returns observations and answers on the path from the root to `node`, one entry per joint step; of a conversation
-    only the messages new to the seat. Raises NotFound if there is no such node, ValueError if the parents form a
-    cycle."""
+    """Returns observations and answers from the root to `node`, of a conversation only the new
+    messages. Raises NotFound without such a node, ValueError if the parents form a cycle."""
     rows = read_rows(path, episode, ["node", "parent", "team_reward", *TURN_KEYS, *TEXT_COLUMNS])
     if all(row["node"] != node for row in rows):
         raise NotFound(f"the episode has no node {node}")

@@ -97,10 +97,8 @@ def list_checkpoints(path: str | Path) -> list[Checkpoint]:
 
 
 def list_all_checkpoints(path: str | Path) -> list[Checkpoint]:
-    """Returns all checkpoints that the run at `path` ever had, pruned ones included, by step.
-
-    Raises DamagedFile if a line of checkpoints.jsonl differs from what was written.
-    """
+    """Returns all checkpoints that the run at `path` ever had, by step. Raises DamagedFile for a
+    line that differs from what was written."""
     path = Path(path) / CHECKPOINTS_FILE
     if not path.exists():
         return []

@@ -33,8 +33,7 @@ ERRNO_PATTERN = re.compile(r"os error (\d+)|code: (\d+)")  # errno in error mess
 
 @contextmanager
 def explain_disk_errors(run: Path | None = None) -> Iterator[None]:
-    """Context that turns a disk error into DamagedFile, with a remedy and, if `run` can be resumed, the command for
-    it."""
+    """Context that turns a disk error into DamagedFile, with a remedy and how to resume `run`."""
     try:
         yield
     except (OSError, SafetensorError) as error:

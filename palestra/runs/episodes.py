@@ -79,10 +79,8 @@ OPTIONAL_COLUMNS = (
 
 
 def to_table(step: int, episodes: list[Episode], *, first: int = 0) -> pa.Table:
-    """Returns the rows of `SCHEMA` for the episodes of one training step, numbered from `first` on.
-
-    Raises ValueError if an observation or info holds a value that cannot be stored as JSON.
-    """
+    """Returns the rows of `SCHEMA` of episodes, numbered from `first` on. Raises ValueError if a
+    value cannot be stored as JSON."""
     rows = [{"step": step, "episode": i} | row for i, episode in enumerate(episodes, first) for row in _rows(episode)]
     return pa.Table.from_pylist(rows, schema=SCHEMA)
 
@@ -249,8 +247,7 @@ def _read_observation(row: dict[str, Any]) -> Any:
 
 
 def _add(episode: Episode, row: dict[str, Any], path: str | Path) -> Node:
-    """Adds one row to the tree, and creates its node if the row is the node's first. Returns the node. Raises
-    ValueError if nodes before it are missing."""
+    """Adds one row to the tree, and its node if that is new; returns the node."""
     if not episode.nodes or episode.nodes[-1].id != row["node"]:
         if row["node"] != len(episode.nodes) or not (row["parent"] is None or 0 <= row["parent"] < row["node"]):
             raise ValueError(

@@ -53,8 +53,7 @@ class Callback:
 
 
 def check_callbacks(callbacks: Any) -> None:
-    """Raises ValueError unless `callbacks` are objects of classes of `Callback`, whose hooks are called and take what
-    they are called with."""
+    """Raises ValueError unless `callbacks` are of subclasses of `Callback`, with its hooks only."""
     hooks = [name for name in vars(Callback) if name.startswith("on_")]
     for callback in callbacks if isinstance(callbacks, list | tuple) else [callbacks]:
         if not isinstance(callback, Callback) or callback is callbacks:
@@ -70,8 +69,7 @@ def check_callbacks(callbacks: Any) -> None:
 
 @dataclass(kw_only=True)
 class Evaluation:
-    """A held-out evaluation of `episodes` episodes, played after every `every` steps (0: only before and after
-    training)."""
+    """A held-out evaluation, played every `every` steps (0: only before and after training)."""
 
     name: str
     episodes: int
@@ -139,16 +137,14 @@ class Trainer(Protocol[Collected, Update]):
         """Plays and returns the episodes or the rollout of `step`."""
 
     def update(self, step: int, collected: Collected) -> Update:
-        """Trains the policies on what `collect` returned; returns what is logged of the step. Raises RunFailed if
-        training cannot continue."""
+        """Trains on what `collect` returned; returns what is logged. Raises RunFailed."""
 
     def log(self, step: int, updates: Sequence[Update]) -> Mapping[str, Metrics]:
         """Writes metrics and timings of the steps since the last logged one, of which `updates` are the results, to
         the run. Returns the metrics by policy, and those of all together as "team"."""
 
     def evaluate(self, step: int, evaluation: Any) -> dict[str, Any]:
-        """Plays one of `evals` after `step` with the current weights. Returns its metrics. Raises RunFailed if too
-        many episodes failed."""
+        """Plays one of `evals` after `step`; returns its metrics. Raises RunFailed if many fail."""
 
     def save(self, step: int, folder: Path) -> None:
         """Writes the state after `step`: a folder for each of `policy_names`, and the rest of the training state."""
@@ -223,8 +219,7 @@ def step_span(step: int) -> AbstractContextManager[Any]:
 def play_evals(
     trainer: Trainer[Any, Any], run: AnyRun, step: int, callback: Callback, *, due_only: bool = True
 ) -> None:
-    """Plays the evaluations that are due after `step` (with `due_only=False` all) and writes their metrics to the
-    run."""
+    """Plays the evaluations due after `step` (without `due_only` all), and logs their metrics."""
     for evaluation in trainer.evals:
         if not due_only or evaluation.is_due(step, trainer.steps):
             callback.on_progress(f"evaluating {evaluation.name}", 0, 0)

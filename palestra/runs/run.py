@@ -136,11 +136,8 @@ class Run:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Opens an existing run for writing. Call `resume` before training continues; evaluations can be added without
-        it.
-
-        Raises ValueError if `path` is not a run, or another process is writing it.
-        """
+        """Opens an existing run for writing; before training continues, call `resume`. Raises
+        ValueError if `path` is no run, or another process writes it."""
         run = cls(find_run(path))
         run.is_new = False
         return run
@@ -203,8 +200,7 @@ class Run:
         self._logs[name].fsync()
 
     def append_checksummed(self, name: str, line: Mapping[str, Any]) -> None:
-        """Appends a line with a checksum, which `read_checksummed` verifies, to the log file `name`. It is on disk on
-        return."""
+        """Appends a line for `read_checksummed` to the log `name`. It is on disk on return."""
         self._log(name).write(to_checksummed_line(line))
         self._logs[name].fsync()
 
@@ -221,13 +217,11 @@ class Run:
         return self._write_table(f"episodes/{step_name(step)}.parquet", to_table(step, episodes))
 
     def write_replays(self, step: int, name: str, header: ReplayHeader, replays: Sequence[GameReplay]) -> Path:
-        """Writes the replays of evaluation `name` after `step` (-1: before training) and returns their path. A second
-        call replaces the file."""
+        """Writes the replays of an evaluation after `step` (-1: before training)."""
         return self._write_table(eval_file(REPLAYS_FOLDER, name, step), replay_table(header, replays))
 
     def write_eval_episodes(self, step: int, name: str, episodes: list[Episode]) -> Path:
-        """Writes the episodes of evaluation `name` after `step` (-1: before training) and returns their path. A second
-        call replaces the file."""
+        """Writes the episodes of an evaluation likewise."""
         return self._write_table(eval_file(EVAL_EPISODES_FOLDER, name, step), to_table(step, episodes))
 
     def _write_table(self, name: str, table: pa.Table) -> Path:

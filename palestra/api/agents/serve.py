@@ -48,8 +48,7 @@ TOKENIZER_THREAD = ThreadPoolExecutor(1, "tokens")  # one thread: tokenisers are
 
 
 def load_agents(agents: Sequence[TrainedAgent], device: str) -> dict[str, ServedAgent]:
-    """Returns the agents with their weights loaded, by name. Raises ValueError if two have the same name, or one is a
-    network."""
+    """Returns the loaded agents by name. Raises ValueError for equal names, or a network."""
     names = [agent.name for agent in agents]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"two agents are called {twice}: serve them at two ports")

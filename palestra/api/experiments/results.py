@@ -143,8 +143,7 @@ def write_results(results: GridResults, data: dict[str, Any], root: Path) -> lis
 
 
 def results_data(results: GridResults) -> dict[str, Any]:
-    """Returns the results as JSON data: values by algorithm, task and seed, aggregates, probabilities of improvement
-    and missing cells."""
+    """Returns values, aggregates, probabilities of improvement and missing cells for JSON."""
     complete = results.complete
     return {
         "grid": results.grid.name,

@@ -44,8 +44,7 @@ class CellProcess(Protocol):
 
 @dataclass(frozen=True)
 class CellResult:
-    """Status of a cell that ended, its wall time in this call, and for a failed cell the reason (the last line of its
-    log)."""
+    """Status of a cell that ended, its wall time in this call, and why it failed ("" if not)."""
 
     cell: GridCell
     status: Status

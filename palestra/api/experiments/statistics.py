@@ -27,8 +27,7 @@ class Estimate(NamedTuple):
 
 
 def interquartile_mean(scores: Scores) -> float:
-    """Returns the mean of the middle half of all scores: a quarter of the runs, rounded down, is left out at each
-    end."""
+    """Returns the mean of the middle half: a quarter, rounded down, is left out at each end."""
     return float(trim_mean(np.concatenate(scores), 0.25))
 
 
