@@ -81,7 +81,13 @@ async def _serve(
     on_stop(lambda: loop.call_soon_threadsafe(over.set), DRAIN_TIMEOUT_S + FORCED_EXIT_DELAY_S)
 
     def deliver(asked: ChatCall) -> None:  # runs on the server's thread; policies run on this one
-        _passed_on(asyncio.run_coroutine_threadsafe(agents[asked.model].answer(asked), loop), asked.answer)
+        answering = asyncio.run_coroutine_threadsafe(_answer(agents[asked.model], asked), loop)
+
+        def stop_if_cancelled(answer: Future[str | ChatReply]) -> None:
+            if answer.cancelled():
+                answering.cancel()
+
+        asked.answer.add_done_callback(stop_if_cancelled)
 
     ChatSession(list(agents), deliver, server=server, key=key or ANY_KEY)
     say(f"{', '.join(served.agent.versioned_name for served in agents.values())} at {server.url}")
@@ -91,23 +97,13 @@ async def _serve(
     await asyncio.to_thread(server.close)
 
 
-def _passed_on(source: Future[ChatReply], to: Future[str | ChatReply]) -> None:
-    """Copies the outcome of `source` to `to`; cancelling `to` cancels `source`."""
-
-    def copy_result(source: Future[ChatReply]) -> None:
-        if to.cancelled() or source.cancelled():
-            return
-        if error := source.exception():
-            to.set_exception(error)
-        else:
-            to.set_result(source.result())
-
-    def pass_on_cancel(to: Future[str | ChatReply]) -> None:
-        if to.cancelled():
-            source.cancel()
-
-    source.add_done_callback(copy_result)
-    to.add_done_callback(pass_on_cancel)
+async def _answer(agent: ServedAgent, asked: ChatCall) -> None:
+    """Sets the answer of a call, or the exception."""
+    try:
+        asked.answer.set_result(await agent.answer(asked))
+    except Exception as error:
+        if not asked.answer.done():
+            asked.answer.set_exception(error)
 
 
 class ServedAgent:
