@@ -233,7 +233,7 @@ def save_checkpoint(trainer: Trainer[Any, Any], run: AnyRun, step: int, *, keep:
     """Writes a checkpoint after `step`. With `keep` it is never pruned."""
     names = {name: name for name in trainer.policy_names}
     with span("checkpoint", step=step):
-        run.checkpoint(step, lambda folder: trainer.save(step, folder), {"names": names}, keep=keep)
+        run.checkpoint(step, lambda folder: trainer.save(step, folder), names, keep=keep)
 
 
 def restore_checkpoint(trainer: Trainer[Any, Any], run: AnyRun) -> int:

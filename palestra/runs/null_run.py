@@ -37,7 +37,7 @@ class NullRun:
         return None
 
     def checkpoint(
-        self, step: int, write: Callable[[Path], None], info: Mapping[str, Any] | None = None, keep: bool = False
+        self, step: int, write: Callable[[Path], None], names: Mapping[str, str] | None = None, keep: bool = False
     ) -> None:
         """Calls `write`, which may contain collective operations, with a temporary folder that is then deleted."""
         with tempfile.TemporaryDirectory(prefix="palestra-") as folder:

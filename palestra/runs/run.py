@@ -238,14 +238,14 @@ class Run:
             log.fsync()
 
     def checkpoint(
-        self, step: int, write: Callable[[Path], None], info: Mapping[str, Any] | None = None, keep: bool = False
+        self, step: int, write: Callable[[Path], None], names: Mapping[str, str] | None = None, keep: bool = False
     ) -> Checkpoint:
         """Saves the state after `step`: `write` fills the folder that it is given. The checkpoint is complete and on
         disk on return.
 
-        `info` is added to the line of checkpoints.jsonl; its "names" become `Checkpoint.names`. Older checkpoints are
-        then pruned: the newest two remain, and those saved with `keep`. Raises DamagedFile if the run's folder is not
-        where it was opened: its path would be made anew beside it.
+        `names` become `Checkpoint.names`. Older checkpoints are then pruned: the newest two remain, and those saved
+        with `keep`. Raises DamagedFile if the run's folder is not where it was opened: its path would be made anew
+        beside it.
         """
         lock = self.path / ".lock"
         if not lock.exists() or not os.path.samestat(lock.stat(), os.fstat(self._lock.fileno())):
@@ -253,14 +253,11 @@ class Run:
                 f"{self.path} was moved or removed during training, which ends here: --resume the run where it is now"
             )
         folder = self.path / CHECKPOINTS_FOLDER / step_name(step)
-        for name in (info or {}).get("names", {}).values():
+        names = dict(names or {})
+        for name in names.values():
             path_inside(folder, name)
-        line: dict[str, Any] = {
-            "step": step,
-            "path": f"{CHECKPOINTS_FOLDER}/{folder.name}",
-            "keep": keep,
-            **(info or {}),
-        }
+        path = f"{CHECKPOINTS_FOLDER}/{folder.name}"
+        line: dict[str, Any] = {"step": step, "path": path, "keep": keep, "names": names}
 
         def commit(complete: Path) -> None:
             self.sync()  # the log lines that the checksums cover must be on disk first
@@ -271,7 +268,7 @@ class Run:
         atomic_folder(folder, write, commit=commit)
         self.next_step = step + 1
         self._prune()
-        return Checkpoint(step, folder, line.get("names", {}), line)
+        return Checkpoint(step, folder, names, line)
 
     def version_notes(self) -> list[str]:
         """Returns a note for the user if the run began with other versions of packages or on another processor."""
