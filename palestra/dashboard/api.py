@@ -16,11 +16,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
-from palestra.core.config import hide_credentials, validate
+from palestra.core.config import Tree, hide_credentials, validate
 from palestra.dashboard import agents as agents_of
 from palestra.dashboard import curve_queries, episode_filter, population, replays, run_status, run_table, trees
 from palestra.dashboard.alarms import Alarm, cyclic_alarms, rules_for
-from palestra.dashboard.catalog import MAX_TREE_BYTES, UNREADABLE, CatalogRun, NotFound, RunCatalog, Tree
+from palestra.dashboard.catalog import MAX_TREE_BYTES, UNREADABLE, CatalogRun, NotFound, RunCatalog
 from palestra.evaluation.report.population_data import PopulationRecord
 from palestra.populations.ratings import cyclicity
 from palestra.runs.checkpoints import step_name

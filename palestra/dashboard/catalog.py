@@ -5,16 +5,14 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
 
-from palestra.core.config import hide_credentials, parse
+from palestra.core.config import Tree, hide_credentials, parse
 from palestra.core.files import DamagedFile, file_size, read_bytes, read_json
 from palestra.dashboard.index import EpisodeIndex, cache_file
 from palestra.runs.metric_log import PARSE_ERRORS, MetricLog
 
 MAX_OPEN_RUNS = 32  # runs whose metrics are kept in memory
 MAX_TREE_BYTES = 2**20  # bytes of the largest config or JSON file that is read
-Tree = dict[str, Any]
 
 
 class NotFound(Exception):

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from palestra.core.config import hide_credentials
+from palestra.core.config import Tree, hide_credentials
 from palestra.core.failures import ERROR_FILE, MAX_MESSAGE_CHARS
 from palestra.core.files import file_size
 from palestra.core.types import TEAM
 from palestra.dashboard.alarms import Alarm, find_alarms, mirror_alarms
-from palestra.dashboard.catalog import CatalogRun, Tree
+from palestra.dashboard.catalog import CatalogRun
 from palestra.dashboard.run_table import experiment_id, main_score
 from palestra.runs.headline import (
     algorithm_label,

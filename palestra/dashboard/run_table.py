@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from palestra.dashboard.catalog import Tree
+from palestra.core.config import Tree
 from palestra.runs.headline import headline_eval, return_keys
 from palestra.runs.series import band_bounds
 
