@@ -134,22 +134,17 @@ def _run_folder(request: LaunchRequest) -> Run:
 
 
 def resumed_tree(path: Path, settings: Sequence[str]) -> Tree:
-    """Returns the config of the run at `path`, changed by settings such as "steps=200".
-
-    Raises ValueError if `path` is not a run, or the settings change what a resume keeps (api/extend.py).
-    """
+    """Returns the config of the run at `path`, changed by settings such as "steps=200". Raises ValueError as
+    `find_run`, `check_config` and `extend_config` do."""
     tree = parse(check_config(find_run(path)), str(path / "config.yaml"))
     if not settings:
         return tree
-    return extend_config(tree, settings, is_vector_config(tree), path)
+    return extend_config(tree, settings, path)
 
 
 def run_to_resume(request: LaunchRequest) -> Path | None:
-    """Returns the existing run with the name of the requested one, for a job that is started again; None if there is
-    none.
-
-    Raises ValueError if the two configs differ, except for `backend` and `mirror`, which may change at every resume.
-    """
+    """Returns the run of the requested name, for a job that is started again; None if there is none. Raises ValueError
+    if its config differs, except for `backend` and `mirror`, which may change at every resume."""
     path = request.root / check_folder_name(request.name or request.config.name)
     if not (path / "config.yaml").is_file():
         return None

@@ -141,10 +141,8 @@ class PopulationRuns(RunKind):
 
 
 def run_kind(tree: Tree) -> RunKind:
-    """Returns the kind of run that a config describes, from its population or env.
-
-    Raises ValueError under torchrun for kinds that start processes themselves.
-    """
+    """Returns the kind of run that a config describes, from its population or env. Raises ValueError under torchrun for
+    kinds that start processes themselves."""
     if "population" in tree:
         _refuse_torchrun("workers run a population's tasks: palestra train ... --workers N")
         from palestra.populations.build.validation import population_config
@@ -162,7 +160,7 @@ def _refuse_torchrun(instead: str) -> None:
 
 
 def train_with_progress(
-    trainer: Trainer[Any, Any], run: Any, config: TextConfig | VectorConfig, callbacks: Sequence[Callback] = ()
+    trainer: Trainer[Any, Any], run: Any, config: TextConfig | VectorConfig, callbacks: Sequence[Callback]
 ) -> bool:
     """Trains a run from its newest checkpoint on. Returns False if it was stopped early."""
     start = restore_checkpoint(trainer, run)
@@ -172,7 +170,7 @@ def train_with_progress(
     for line in [*run.skipped_checkpoints, *trainer.resume_notes]:
         print_line(line)
     if start >= trainer.steps:
-        print_line(complete_message(tree, is_vector_config(tree)))
+        print_line(complete_message(tree))
     elif start:
         console.print(f"resuming after {start} steps")
         for line in run.version_notes():
