@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from palestra.core.files import DamagedFile
-from palestra.runs.settings import CONFIG_FILE
+from palestra.runs.settings import CONFIG_FILE, resume_command
 
 REMEDIES = {
     errno.ENOSPC: "free some space on that disk",
@@ -45,7 +45,7 @@ def explain_disk_errors(run: Path | None = None) -> Iterator[None]:
             what = f"cannot use {error.filename}"
         remedy = REMEDIES[number]
         if run and (run / CONFIG_FILE).exists():
-            remedy += f", then resume with: palestra train --resume {run}"
+            remedy += f", then resume with: {resume_command(run)}"
         raise DamagedFile(f"{what}: {os.strerror(number)}; {remedy}") from error
 
 

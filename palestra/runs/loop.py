@@ -20,6 +20,7 @@ from palestra.core.user_functions import check_overrides
 from palestra.parallel.process_group import ProcessGroup
 from palestra.runs import Checkpoint
 from palestra.runs.null_run import AnyRun
+from palestra.runs.settings import resume_command
 
 CHECKPOINT_INTERVAL_S = 600.0  # seconds of training that a killed run loses at most, if it can be saved at any step
 
@@ -175,7 +176,7 @@ def run_training(
     any_rank = trainer.ranks.any_rank
     saved_at = time.monotonic()
     updates: list[Update] = []  # since the last logged step
-    with trainer.open(run, callback), trainer.ranks.explain_lost_rank(resume_command(run)):
+    with trainer.open(run, callback), trainer.ranks.explain_lost_rank(resume_command(run.path)):
         if run.next_step == 0:
             play_evals(trainer, run, -1, callback)
         for step in range(run.next_step, trainer.steps):
@@ -243,7 +244,7 @@ def restore_checkpoint(trainer: Trainer[Any, Any], run: AnyRun) -> int:
     Raises ValueError if the run has checkpoints and none can be loaded, or if a rank does not have the checkpoint.
     """
     ranks = trainer.ranks
-    with ranks.explain_lost_rank(resume_command(run)):
+    with ranks.explain_lost_rank(resume_command(run.path)):
         checkpoint = run.resume()
         run.next_step, checkpoint = ranks.broadcast((run.next_step, checkpoint))
         if checkpoint and not ranks.all_ranks(checkpoint.path.exists()):
@@ -254,11 +255,6 @@ def restore_checkpoint(trainer: Trainer[Any, Any], run: AnyRun) -> int:
             with checkpoint.explain_load_errors():
                 trainer.load(checkpoint)
     return run.next_step
-
-
-def resume_command(run: AnyRun) -> str:
-    """Returns the command that continues `run`."""
-    return f"palestra train --resume {run.path}"
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,11 @@ def find_run(path: str | Path) -> Path:
     if file_size(path / CONFIG_FILE) > MAX_JSON_BYTES:
         raise DamagedFile(f"{path / CONFIG_FILE} has more bytes than any config: bring it back from a copy")
     return path
+
+
+def resume_command(path: Path) -> str:
+    """Returns the command that continues the run at `path`."""
+    return f"palestra train --resume {shlex.quote(str(path))}"
 
 
 def check_run_folder(path: Path) -> None:

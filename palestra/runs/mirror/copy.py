@@ -36,7 +36,7 @@ from palestra.runs.checkpoints import (
 )
 from palestra.runs.mirror.config import MirrorConfig
 from palestra.runs.mirror.store import NUM_THREADS, CopyState, RunStore, StoreError, run_url
-from palestra.runs.settings import META_FILE, find_run, read_meta
+from palestra.runs.settings import META_FILE, find_run, read_meta, resume_command
 
 STATUS_FILE = "mirror.json"  # in the run's folder: the state of the mirror, and why it fails; not copied itself
 STAGING_FOLDER = ".mirror-links"  # in the run: links to checkpoints being sent; no .tmp-*, which a resume removes
@@ -334,7 +334,7 @@ def mirror_run(run: Path, config: MirrorConfig | None, warn: Warn) -> Iterator[N
         try:
             repeat(mirror.open, OPEN_RETRY)
         except BaseException as error:
-            error.add_note(f"nothing was trained; once that is fixed: palestra train --resume {shlex.quote(str(run))}")
+            error.add_note(f"nothing was trained; once that is fixed: {resume_command(run)}")
             raise
         stop = threading.Event()
         thread = threading.Thread(target=mirror.follow, args=(stop, warn), name="mirror", daemon=True)
