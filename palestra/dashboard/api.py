@@ -126,10 +126,9 @@ class DashboardApi:
         """Returns a run's progress, its metric names and newest values, alarms, and which views have data."""
         run = self._refreshed_run(request.path_params["run"])
         line = self._entry(run.name, held_locks())
-        logs = {"metrics": run.metrics, "timings": run.timings, "evals": run.evals}
         return line | {
             "left": run_status.time_left(run, line["done"], line["total"]),
-            "metrics": {name: log.metric_keys() for name, log in logs.items()},
+            "metrics": {name: log.metric_keys() for name, log in run.charted_logs.items()},
             "phases": run_status.phase_keys(run.timings),
             "has_episodes": run.file("episodes").is_dir(),
             "has_replays": run.file(REPLAYS_FOLDER).is_dir(),

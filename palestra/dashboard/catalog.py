@@ -33,6 +33,7 @@ class CatalogRun:
         self.timings = MetricLog(self.file("timings.jsonl"), "policy")
         self.evals = MetricLog(self.file("evals.jsonl"), "name")
         self.workers = MetricLog(self.file("workers.jsonl"), "worker")
+        self.charted_logs = {"metrics": self.metrics, "timings": self.timings, "evals": self.evals}
         folder = self.file("episodes")
         self.episodes = EpisodeIndex(folder, cache_file(folder))
         self._config: tuple[int, Tree] = (-1, {})
@@ -49,7 +50,7 @@ class CatalogRun:
 
     def refresh(self, *logs: MetricLog) -> None:
         """Reads new lines of `logs` (default: of all)."""
-        for log in logs or (self.metrics, self.timings, self.evals, self.workers):
+        for log in logs or (*self.charted_logs.values(), self.workers):
             self.file(log.path.name)
             log.refresh()
 
@@ -66,10 +67,6 @@ class CatalogRun:
     def meta(self) -> Tree:
         """The contents of meta.json; {} if it cannot be read."""
         return read_object(self.file("meta.json"))
-
-    def file_size(self, name: str) -> int:
-        """Returns the size of a file in bytes."""
-        return file_size(self.file(name))
 
 
 class RunCatalog:

@@ -72,7 +72,7 @@ def _groups(runs: Sequence[CatalogRun], seeds: bool) -> list[list[CatalogRun]]:
 
 def log_of_metric(run: CatalogRun, metric: str) -> MetricLog:
     """Returns the log that a metric LOG/KEY is in. Raises ValueError for an unknown log."""
-    logs = {"metrics": run.metrics, "timings": run.timings, "evals": run.evals}
+    logs = run.charted_logs
     log, _, _ = metric.partition("/")
     if log not in logs:
         raise ValueError(

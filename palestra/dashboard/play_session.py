@@ -216,9 +216,9 @@ class PlaySessions:
         idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
         self._play = play
-        self._setting = setup
-        self._say = print_line
-        self._alone = idle_timeout_s
+        self._setup = setup
+        self._print_line = print_line
+        self._idle_timeout_s = idle_timeout_s
         self._instances = count(first_instance)
         self._open: dict[str, tuple[PlaySession, asyncio.Task[None]]] = {}
 
@@ -226,7 +226,7 @@ class PlaySessions:
         """Starts a new game. Raises ValueError if `MAX_SESSIONS` games are open."""
         if len(self._open) >= MAX_SESSIONS:
             raise ValueError(f"{MAX_SESSIONS} games are open here: close the page of one, and come back in a minute")
-        game = PlaySession(self._setting, next(self._instances))
+        game = PlaySession(self._setup, next(self._instances))
         self._open[game.id] = game, asyncio.create_task(self._run(game))
         self.start_idle_timer(game)
         return game
@@ -239,14 +239,14 @@ class PlaySessions:
         on_turn = game.ask if game.setup.human_seat else game.show_turn
         episode = await self._play(game.seed, on_turn)
         if episode.error and not game.resigned:
-            self._say(f"the game of instance {game.seed} ended early: {episode.error}")
+            self._print_line(f"the game of instance {game.seed} ended early: {episode.error}")
         game.finish(episode)
 
     def start_idle_timer(self, game: PlaySession) -> None:
         """Starts the timer that ends the game if no page is connected to it after the idle timeout of the sessions."""
         if game.idle_timer:
             game.idle_timer.cancel()
-        game.idle_timer = asyncio.get_running_loop().call_later(self._alone, self._drop, game)
+        game.idle_timer = asyncio.get_running_loop().call_later(self._idle_timeout_s, self._drop, game)
 
     def _drop(self, game: PlaySession) -> None:
         if not game.num_viewers and game.id in self._open:

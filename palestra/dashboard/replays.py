@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from palestra.core.files import file_size
 from palestra.dashboard.catalog import CatalogRun, NotFound
 from palestra.runs.eval_files import REPLAYS_FOLDER, eval_file, list_eval_files
 from palestra.runs.replays import GameReplay, read_replays
@@ -30,7 +31,7 @@ def replay_view(run: CatalogRun, evaluation: str, step: int) -> dict[str, Any]:
     path = run.file(name)
     if not path.is_file():
         raise NotFound(f"{run.name} has no replays of {evaluation} after {step} steps")
-    if run.file_size(name) > MAX_FILE_BYTES:
+    if file_size(path) > MAX_FILE_BYTES:
         raise ValueError(f"{name} is larger than {MAX_FILE_BYTES // 2**20} MiB")
     try:
         header, replays = read_replays(path)

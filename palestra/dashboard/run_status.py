@@ -276,6 +276,7 @@ def system_status(run: CatalogRun) -> dict[str, Any]:
     """Returns all that the page System shows: processes, workers, failures, disk use, versions."""
     pid = writing_process(run.file(".lock"))
     table, missing = run.episodes.table()
+    logs = [*run.charted_logs.values(), run.workers]
     return {
         "process": pid,
         "processes": process_table([pid, *descendant_pids(pid)]) if pid else [],
@@ -287,11 +288,7 @@ def system_status(run: CatalogRun) -> dict[str, Any]:
         "failures": failure_counts(table),
         "unread": missing,
         "broken": {str(step + 1): why for step, why in run.episodes.unreadable.items()},
-        "torn": {
-            log.path.name: log.num_unparsed
-            for log in (run.metrics, run.timings, run.evals, run.workers)
-            if log.num_unparsed
-        },
+        "torn": {log.path.name: log.num_unparsed for log in logs if log.num_unparsed},
         "disk": disk_usage(run.path),
         "meta": leave_out(run.meta, "command", "config", "changed"),
         "command": [hide_credentials(str(word)) for word in run.meta.get("command") or []],
