@@ -97,7 +97,7 @@ def interruptible(remedy: str) -> Iterator[None]:
 
 
 def require_packages(what: str, extra: str, *packages: str) -> None:
-    """Raises ValueError, with the extra to install, if one of the optional `packages` is missing."""
+    """Raises ValueError, with the extra to install, if one of `packages` is missing."""
     if missing := [name for name in packages if not find_spec(name)]:
         raise ValueError(f"{what} needs {', '.join(missing)}: pip install 'palestra[{extra}]'")
 

@@ -134,8 +134,8 @@ def _run_folder(request: LaunchRequest) -> Run:
 
 
 def resumed_tree(path: Path, settings: Sequence[str]) -> Tree:
-    """Returns the config of the run at `path`, changed by settings such as "steps=200". Raises ValueError as
-    `find_run`, `check_config` and `extend_config` do."""
+    """Returns the config of the run at `path`, changed by settings such as "steps=200". Raises
+    ValueError as `find_run`, `check_config` and `extend_config` do."""
     tree = parse(check_config(find_run(path)), str(path / "config.yaml"))
     if not settings:
         return tree
@@ -143,8 +143,8 @@ def resumed_tree(path: Path, settings: Sequence[str]) -> Tree:
 
 
 def run_to_resume(request: LaunchRequest) -> Path | None:
-    """Returns the run of the requested name, for a job that is started again; None if there is none. Raises ValueError
-    if its config differs, except for `backend` and `mirror`, which may change at every resume."""
+    """Returns the run of the requested name, for a job that is started again; None if there is
+    none. Raises ValueError if its config differs in more than `backend` and `mirror`."""
     path = request.root / check_folder_name(request.name or request.config.name)
     if not (path / "config.yaml").is_file():
         return None

@@ -141,8 +141,8 @@ class PopulationRuns(RunKind):
 
 
 def run_kind(tree: Tree) -> RunKind:
-    """Returns the kind of run that a config describes, from its population or env. Raises ValueError under torchrun for
-    kinds that start processes themselves."""
+    """Returns the kind of run of a config, by its population or env. Raises ValueError under
+    torchrun for kinds that start processes themselves."""
     if "population" in tree:
         _refuse_torchrun("workers run a population's tasks: palestra train ... --workers N")
         from palestra.populations.build.validation import population_config

@@ -173,7 +173,7 @@ def rules_for(is_population: bool, num_lines: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class LoggedMetrics:
-    """The metrics that rules judge: of each policy, of all together, and of each evaluation. A mean over fewer than
+    """The metrics of each policy, of all together, and of each evaluation. A mean over fewer than
     `MIN_LINES` lines is NaN, of which no comparison is true."""
 
     policies: MetricsByName
@@ -388,8 +388,8 @@ class MetricChange:
 
 
 def rewarded_changes(logged: LoggedMetrics, key: str) -> dict[str, MetricChange]:
-    """Returns how a metric changed, for each policy whose reward rose by at least `MIN_REWARD_RISE` while success rose
-    by at most `MAX_SUCCESS_RISE`."""
+    """Returns how a metric changed, for each policy whose reward rose by `MIN_REWARD_RISE` or more
+    while success rose by at most `MAX_SUCCESS_RISE`."""
     better = logged.success_rise
     changes = {}
     for name, series in logged.policies.items():
@@ -422,13 +422,13 @@ def end_means(logged: LoggedMetrics, key: str) -> dict[str, float]:
 
 
 def _mean(values: np.ndarray, lines: slice) -> float:
-    """Returns the mean of these lines, rounded: the float mean of values that are all 0.9 may otherwise be just below
-    0.9. NaN if all lines are fewer than `MIN_LINES`."""
+    """Returns the mean of these lines, rounded: the float mean of values that are all 0.9 may be
+    just below 0.9. NaN if all lines are fewer than `MIN_LINES`."""
     return round(float(np.mean(values[lines])), 9) if len(values) >= MIN_LINES else np.nan
 
 
 def reward_rise(series: Mapping[str, np.ndarray]) -> float:
-    """Returns the rise in reward per answer since the start, own and team reward together, as far as they are known."""
+    """Returns the rise in reward per answer, own and team reward together as far as known."""
     rises = [rise(series.get(key, NO_LINES)) for key in ("local_reward", "team_reward")]
     return float(np.nansum(rises)) if not np.isnan(rises).all() else np.nan
 
@@ -439,9 +439,9 @@ def rise(values_T: np.ndarray) -> float:
 
 
 def is_beyond_noise(values_T: np.ndarray) -> bool:
-    """Returns whether the newest mean of `MIN_LINES` values or more is above the first by `MIN_STANDARD_ERRORS` or
-    more. The noise of a line is measured by its difference to the next line, which a trend hardly changes (von Neumann,
-    1941)."""
+    """Returns whether the newest mean is above the first by `MIN_STANDARD_ERRORS` or more. The
+    noise of a line is measured by its difference to the next line, which a trend hardly changes
+    (von Neumann, 1941). Needs `MIN_LINES` values."""
     count = len(values_T)
     variance = float(np.mean(np.diff(values_T) ** 2)) / 2
     weight = 1 / min(FIRST_LINES, count // 4) + 1 / min(NEWEST_LINES, count // 2)

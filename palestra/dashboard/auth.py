@@ -73,7 +73,8 @@ class TokenMiddleware:
         token = request.query_params.get("token")
         if token is not None and self._right(_hash(token)):
             address = "/" + scope["path"].lstrip("/\\")  # `//host` would redirect to another server
-            if rest := urlencode([(key, value) for key, value in request.query_params.multi_items() if key != "token"]):
+            others = [(key, value) for key, value in request.query_params.multi_items() if key != "token"]
+            if rest := urlencode(others):
                 address += f"?{rest}"
             response = RedirectResponse(address, 303)
             response.set_cookie(

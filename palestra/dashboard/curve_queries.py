@@ -82,7 +82,7 @@ def log_of_metric(run: CatalogRun, metric: str) -> MetricLog:
 
 
 def curve(run: CatalogRun, metric: str, name: str, axis: str) -> Series:
-    """Returns a metric of a policy or evaluation, x ascending. Raises ValueError for another axis."""
+    """Returns a metric of a policy or evaluation, x ascending. Raises ValueError for `axis`."""
     steps, values = log_of_metric(run, metric).column(name, metric.partition("/")[2])
     x = _axis(run, name, steps, axis)
     order = np.argsort(x, kind="stable")

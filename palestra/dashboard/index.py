@@ -39,7 +39,7 @@ EMPTY_TABLE = pa.table({"step": pa.array([], pa.int32()), VERSION_COLUMN: pa.arr
 
 
 class EpisodeIndex:
-    """The summaries of the episode files in `folder`, stored in the file `cache` (None: nowhere)."""
+    """The summaries of the episode files in `folder`, stored in the file `cache`, if any."""
 
     def __init__(self, folder: Path, cache: Path | None = None) -> None:
         self.folder = folder

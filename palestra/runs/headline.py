@@ -152,7 +152,7 @@ def _by_team(line: Tree, start: str) -> dict[str, float]:
 
 
 def format_eval(line: Tree) -> str:
-    """Formats an evaluation's main metric: "85.0%", "-12.40 ± 1.10", or those of teams or seats."""
+    """Formats an evaluation's main metric: "85.0%", "-12.40 ± 1.10", or that of each team."""
     if rates := success_by_name(line):
         return format_success(rates)
     if "return" in (returns := returns_by_name(line)):

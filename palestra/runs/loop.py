@@ -238,11 +238,8 @@ def save_checkpoint(trainer: Trainer[Any, Any], run: AnyRun, step: int, *, keep:
 
 
 def restore_checkpoint(trainer: Trainer[Any, Any], run: AnyRun) -> int:
-    """Restores the run and the trainer from the newest intact checkpoint, on every rank. Returns the next step to
-    train.
-
-    Raises ValueError if the run has checkpoints and none can be loaded, or if a rank does not have the checkpoint.
-    """
+    """Restores run and trainer from the newest intact checkpoint, on every rank; returns the next
+    step. Raises ValueError if none of the checkpoints can be loaded, or a rank does not have it."""
     ranks = trainer.ranks
     with ranks.explain_lost_rank(resume_command(run.path)):
         checkpoint = run.resume()

@@ -64,7 +64,7 @@ def serve_agents(
     print_line: Callable[[str], None],
     hosts: Sequence[str] = (),
 ) -> None:
-    """Answers requests, which need `api_key` (None: any), until SIGTERM or Ctrl-C, then finishes those in progress.
+    """Answers requests with `api_key` (None: any) until a stop signal, then those in progress.
     `hosts` are allowed host names on loopback. Raises ValueError if the address is taken."""
     server = ChatServer(host, port, hosts=hosts, limits=replace(HTTP_LIMITS, max_requests=MAX_REQUESTS))
     asyncio.run(_serve(agents, server, api_key, print_line))
@@ -259,8 +259,8 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def read_api_key(variable: str | None, file: Path | None) -> str | None:
-    """Returns the API key from an environment variable or the first line of a file; None (any key is accepted) without
-    either. Raises ValueError if both are given, or if the key is missing or empty."""
+    """Returns the API key from an environment variable or the first line of a file; None (any key
+    is accepted) without either. Raises ValueError for both, and for a missing or empty key."""
     if variable and file:
         raise ValueError("pass only one of --key-env and --key-file")
     key = ""

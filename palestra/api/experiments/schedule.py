@@ -89,8 +89,7 @@ def check_score(request: LaunchRequest, task: GridTask) -> None:
 
 
 def _first_difference(stored: Tree, request: LaunchRequest) -> str:
-    """Returns the first setting in which a run's config differs from the grid's; one that is null equals one that a
-    config of an earlier version lacks."""
+    """Returns the first setting in which a run differs from the grid; null equals a missing key."""
     old = flatten_tree(stored)
     new = flatten_tree(parse(dump(request.config)))
     for key in dict.fromkeys([*new, *old]):
