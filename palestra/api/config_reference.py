@@ -29,8 +29,7 @@ RUN_TITLES = {
 
 
 class ConfigModel(NamedTuple):
-    """A config model, the kind of run whose config contains it, and the key whose value it is ("": it is the config of
-    the run)."""
+    """A config model, the kind of run that has it, and its key ("": the config of the run)."""
 
     run: str
     key: str

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from palestra.core.chat import escape_control_chars
 from palestra.core.config.credentials import hide_credentials
 
+EXPECTED_ERRORS = (ValueError, ConnectionError)
 READ_ERRORS = (OSError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, SafetensorError)
 SILENCE_S = 9.0  # seconds without a line until a busy console prints its status
 IMPORTS_S = 3.0  # seconds that passed in silence before the outermost context, while Python imported palestra
@@ -96,15 +97,13 @@ def interruptible(remedy: str) -> Iterator[None]:
 
 
 def require_packages(what: str, extra: str, *packages: str) -> None:
-    """Checks that optional packages are installed.
-
-    Raises ValueError, with the extra to install, if one of `packages` is missing.
-    """
+    """Raises ValueError, with the extra to install, if one of `packages` is missing."""
     if missing := [name for name in packages if not find_spec(name)]:
         raise ValueError(f"{what} needs {', '.join(missing)}: pip install 'palestra[{extra}]'")
 
 
-class user_errors:  # noqa: N801 - called like a function, in `with`
+@contextmanager
+def user_errors(received: object = None) -> Iterator[None]:
     """Context that turns expected errors into one red line and an exit code, without a traceback.
 
     Exit code 2: a mistake of the user (ValueError). Exit code 1: a failed run (RunFailed, with the traceback of the
@@ -112,33 +111,24 @@ class user_errors:  # noqa: N801 - called like a function, in `with`
     only reads, and somebody else may have made: any error of reading it counts as damage of it, and ends with exit code
     1. PALESTRA_TRACEBACK=1 keeps the traceback.
     """
-
-    def __init__(self, received: object = None) -> None:
-        self.received = received
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if error is None:
-            return
+    try:
+        yield
+    except Exception as error:
         from palestra.core.failures import RunFailed, is_out_of_memory
+        from palestra.core.files import DamagedFile
 
         short = ""
         if is_out_of_memory(error):
             short = "out of memory, use a smaller model or batch: "
-        expected = short or isinstance(error, ValueError | ConnectionError)
-        if not expected and self.received is not None and isinstance(error, READ_ERRORS):
-            names_file = isinstance(error, OSError) and error.filename  # which may be one that the command writes
-            why = "is not as palestra writes it (PALESTRA_TRACEBACK=1 shows where)"
+        elif received is not None and isinstance(error, READ_ERRORS) and not isinstance(error, EXPECTED_ERRORS):
             short = f"{type(error).__name__}: "
+            names_file = isinstance(error, OSError) and error.filename  # which may be one that the command writes
             if not names_file:
-                short = f"{self.received} {why}: {short}"
-            expected = "damage"
-        if not expected or os.environ.get("PALESTRA_TRACEBACK"):
-            return
-        from palestra.core.files import DamagedFile
-
+                short = f"{received} is not as palestra writes it (PALESTRA_TRACEBACK=1 shows where): {short}"
+        elif not isinstance(error, EXPECTED_ERRORS):
+            raise
+        if os.environ.get("PALESTRA_TRACEBACK"):
+            raise
         if RANK:
             time.sleep(3)  # if all ranks have the error, rank 0 reports it first, and torchrun ends the others
         print_error(f"{short}{error}", *getattr(error, "__notes__", []))

@@ -17,10 +17,8 @@ TESTS = "tests"  # the folder beside the package
 
 
 def write_env_package(name: str, folder: Path, *, is_vector: bool = False) -> None:
-    """Writes a package `name` with a text env, or a vector env, that plays and trains, to the new folder `folder`.
-
-    Raises ValueError if `name` cannot name such a package, if `folder` exists, or if it cannot be written.
-    """
+    """Writes a package `name` with a text or vector env that plays and trains to the new folder.
+    Raises ValueError for a wrong name, if `folder` exists, or if it cannot be written."""
     check_spelling(name)
     if folder.exists():
         raise ValueError(f"{folder} exists already: remove it, or name another folder with --out")

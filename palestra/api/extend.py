@@ -10,18 +10,19 @@ from typing import Any
 from palestra.core.config import Tree, override
 from palestra.core.files import read_lines
 from palestra.core.types import TEAM
+from palestra.envs import is_vector_config
 from palestra.runs.checkpoints import list_checkpoints
 
 # Population types whose earlier iterations do not depend on the total number of iterations.
 EXTENDABLE_PLANS = {"psro": "population.iterations", "xdo": "population.iterations"}
 
 
-def extend_config(tree: Tree, settings: Sequence[str], vectorised: bool, path: Path) -> Tree:
+def extend_config(tree: Tree, settings: Sequence[str], path: Path) -> Tree:
     """Returns the config of the run at `path`, changed by settings such as "steps=200", "policies.planner.lr=1e-4" or,
     for networks, "device=cpu". Raises ValueError if the settings change anything else, or make the run shorter than
     what is done; that of a population cannot be made shorter."""
-    length = length_setting(tree, vectorised)
-    may_change = _changeable(tree, length, vectorised)
+    length = length_setting(tree)
+    may_change = _changeable(tree, length)
     if other := next((setting for setting in settings if setting.partition("=")[0].strip() not in may_change), None):
         may = "and this kind cannot be made longer"
         if may_change:
@@ -38,7 +39,7 @@ def extend_config(tree: Tree, settings: Sequence[str], vectorised: bool, path: P
     return changed
 
 
-def _changeable(tree: Tree, length: str, vectorised: bool) -> list[str]:
+def _changeable(tree: Tree, length: str) -> list[str]:
     """Returns the settings that may change at a resume."""
     may_change = []
     if length:
@@ -46,7 +47,7 @@ def _changeable(tree: Tree, length: str, vectorised: bool) -> list[str]:
     if "population" in tree:
         return may_change
     may_change += [f"policies.{name}.lr" for name, policy in tree.get("policies", {}).items() if "lr" in policy]
-    if vectorised:
+    if is_vector_config(tree):
         may_change.append("device")
     return may_change
 
@@ -61,19 +62,19 @@ def steps_done(path: Path) -> int:
     return int(team.get("env_steps", step + 1))
 
 
-def complete_message(tree: Tree, vectorised: bool = False) -> str:
+def complete_message(tree: Tree) -> str:
     """Returns the message for a resumed run that has no steps left."""
     message = "already complete"
-    if length := length_setting(tree, vectorised):
+    if length := length_setting(tree):
         message += f"; --set {length}=N extends it"
     return message
 
 
-def length_setting(tree: Tree, vectorised: bool) -> str:
+def length_setting(tree: Tree) -> str:
     """Returns the setting that determines the length of a run; "" if it cannot be extended."""
     if "population" in tree:
         return EXTENDABLE_PLANS.get(tree["population"]["type"], "")
-    if vectorised:
+    if is_vector_config(tree):
         return "env_steps"
     if tree.get("stages"):
         return ""

@@ -101,11 +101,9 @@ class ProgressBar(_Bar, Callback):
     return of training, and what the step is at. Evaluations are printed above it. `config` is the resolved config of
     the run."""
 
-    def __init__(
-        self, steps: int, start: int, config: Mapping[str, Any] | None = None, console: PlainConsole | None = None
-    ) -> None:
-        self.console = console or PlainConsole()
-        self.config = config or {}
+    def __init__(self, steps: int, start: int, config: Mapping[str, Any], console: PlainConsole) -> None:
+        self.console = console
+        self.config = config
         columns = (
             TextColumn("training"),
             BarColumn(bar_width=None),
@@ -118,7 +116,7 @@ class ProgressBar(_Bar, Callback):
             TextColumn("left"),
             TimeRemainingColumn(compact=True, elapsed_when_finished=False, table_column=Column(no_wrap=True)),
         )
-        super().__init__(*columns, console=self.console)
+        super().__init__(*columns, console=console)
         empty: dict[str, Any] = {"now": "starting", "held_out": "", "trained": "", "failed": ""}
         self.task = self.bar.add_task("training", total=steps, completed=start, **empty)
         self._values: dict[str, float] = {}
@@ -182,8 +180,7 @@ class ProgressBar(_Bar, Callback):
 
 
 class LiveChart(Callback):
-    """The first chart of a run in the output of a notebook's cell, drawn anew after evaluations, and after steps every
-    few seconds."""
+    """The first chart of a run in a notebook's cell, drawn anew every few seconds."""
 
     def __init__(self, path: Path) -> None:
         from IPython.display import HTML, display  # there in every notebook
@@ -212,11 +209,11 @@ class LiveChart(Callback):
 
 
 class PopulationBar(_Bar, scheduler.PlanCallback):
-    """Progress bar of population training. `summary` returns current metrics of the population and is called after each
-    task."""
+    """Progress bar of a population, with the metrics of `summary`; calls `callback.on_step`."""
 
-    def __init__(self, summary: Callable[[], Mapping[str, float]], console: PlainConsole | None = None) -> None:
+    def __init__(self, summary: Callable[[], Mapping[str, float]], callback: Callback, console: PlainConsole) -> None:
         self.summary = summary
+        self.callback = callback
         columns = (
             TextColumn("training"),
             BarColumn(bar_width=None),
@@ -224,13 +221,14 @@ class PopulationBar(_Bar, scheduler.PlanCallback):
             TextColumn("{task.fields[what]}", markup=False),
             TimeElapsedColumn(),
         )
-        super().__init__(*columns, console=console or PlainConsole())
+        super().__init__(*columns, console=console)
         self.task = self.bar.add_task("training", total=None, what="the first task")
 
     def on_task_done(self, number: int, done: TaskResult, lines: Mapping[str, Metrics]) -> None:
         metrics = self.summary()
         completed = max(0, int(metrics.get("iteration", 0)))
         self.bar.update(self.task, completed=completed, total=metrics.get("iterations"), what=format_summary(metrics))
+        self.callback.on_step(number, lines)
 
 
 def format_summary(metrics: Mapping[str, float]) -> str:

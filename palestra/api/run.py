@@ -48,8 +48,7 @@ class LaunchRequest:
 
 
 class OpenRun(NamedTuple):
-    """A run that is open for training. `train(callbacks)` trains the remaining steps; it returns False if it was
-    stopped early."""
+    """A run that is open for training. `train(callbacks)` returns False if it was stopped."""
 
     kind: RunKind
     run: Any
@@ -135,22 +134,17 @@ def _run_folder(request: LaunchRequest) -> Run:
 
 
 def resumed_tree(path: Path, settings: Sequence[str]) -> Tree:
-    """Returns the config of the run at `path`, changed by settings such as "steps=200".
-
-    Raises ValueError if `path` is not a run, or the settings change what a resume keeps (api/extend.py).
-    """
+    """Returns the config of the run at `path`, changed by settings such as "steps=200". Raises
+    ValueError as `find_run`, `check_config` and `extend_config` do."""
     tree = parse(check_config(find_run(path)), str(path / "config.yaml"))
     if not settings:
         return tree
-    return extend_config(tree, settings, is_vector_config(tree), path)
+    return extend_config(tree, settings, path)
 
 
 def run_to_resume(request: LaunchRequest) -> Path | None:
-    """Returns the existing run with the name of the requested one, for a job that is started again; None if there is
-    none.
-
-    Raises ValueError if the two configs differ, except for `backend` and `mirror`, which may change at every resume.
-    """
+    """Returns the run of the requested name, for a job that is started again; None if there is
+    none. Raises ValueError if its config differs in more than `backend` and `mirror`."""
     path = request.root / check_folder_name(request.name or request.config.name)
     if not (path / "config.yaml").is_file():
         return None
@@ -183,8 +177,7 @@ def place_tree(tree: Tree, places: Sequence[str], mirror: str | None = None) -> 
 
 
 def validate_config(kind: RunKind, tree: Tree) -> Any:
-    """Returns the validated config. Raises ValueError for mistakes, with one line for a config that was written for the
-    other kind of env."""
+    """Returns the validated config. Raises ValueError, in one line for the other kind of env."""
     try:
         return validate(kind.config_type, tree)
     except ValueError:

@@ -18,12 +18,10 @@ from palestra.core.config import Tree
 from palestra.core.files import read_lines
 from palestra.core.types import Episode, Metrics
 from palestra.envs import is_vector_config
-from palestra.parallel.tasks import TaskResult
-from palestra.populations.scheduler import PlanCallback
 from palestra.runs import Run
 from palestra.runs.checkpoints import TASKS_FILE
 from palestra.runs.loop import Callback, Trainer, restore_checkpoint, run_training
-from palestra.runs.null_run import NullRun, run_on_rank_zero
+from palestra.runs.null_run import AnyRun, run_on_rank_zero
 
 if TYPE_CHECKING:
     from palestra.populations.build.build import PopulationConfig, PopulationSetup
@@ -48,7 +46,7 @@ class RunKind:
         """Returns the parts of the run. Raises ValueError if they do not fit together."""
         raise NotImplementedError
 
-    def open(self, setup: Any, open_run: Callable[[], Run]) -> AbstractContextManager[Run | NullRun]:
+    def open(self, setup: Any, open_run: Callable[[], Run]) -> AbstractContextManager[AnyRun]:
         """Context with this process's view of the run that `open_run` opens."""
         return open_run()
 
@@ -83,7 +81,7 @@ class TextRuns(RunKind):
         with console.busy(lambda: what):
             return build(config)
 
-    def open(self, setup: TextTrainer, open_run: Callable[[], Run]) -> AbstractContextManager[Run | NullRun]:
+    def open(self, setup: TextTrainer, open_run: Callable[[], Run]) -> AbstractContextManager[AnyRun]:
         return run_on_rank_zero(setup.ranks, open_run)
 
 
@@ -132,9 +130,9 @@ class PopulationRuns(RunKind):
             console.print(f"resuming after {start} tasks")
             for line in run.resume_notes():
                 print_line(line)
-        with PopulationBar(setup.plan.summary, console) as bar, StopOnInterrupt() as interrupted:
-            tasks = TaskCallbacks(bar, CallbackList(callbacks))
-            done = run_population(setup, run, tasks, _stop_requested(interrupted, callbacks))
+        each = CallbackList(callbacks)
+        with PopulationBar(setup.plan.summary, each, console) as bar, StopOnInterrupt() as interrupted:
+            done = run_population(setup, run, bar, _stop_requested(interrupted, callbacks))
         if done and start and len(read_lines(run.path / TASKS_FILE)) == start:
             print_line(complete_message(config.model_dump(mode="json")))
         if done:
@@ -143,10 +141,8 @@ class PopulationRuns(RunKind):
 
 
 def run_kind(tree: Tree) -> RunKind:
-    """Returns the kind of run that a config describes, from its population or env.
-
-    Raises ValueError under torchrun for kinds that start processes themselves.
-    """
+    """Returns the kind of run of a config, by its population or env. Raises ValueError under
+    torchrun for kinds that start processes themselves."""
     if "population" in tree:
         _refuse_torchrun("workers run a population's tasks: palestra train ... --workers N")
         from palestra.populations.build.validation import population_config
@@ -164,7 +160,7 @@ def _refuse_torchrun(instead: str) -> None:
 
 
 def train_with_progress(
-    trainer: Trainer[Any, Any], run: Any, config: TextConfig | VectorConfig, callbacks: Sequence[Callback] = ()
+    trainer: Trainer[Any, Any], run: Any, config: TextConfig | VectorConfig, callbacks: Sequence[Callback]
 ) -> bool:
     """Trains a run from its newest checkpoint on. Returns False if it was stopped early."""
     start = restore_checkpoint(trainer, run)
@@ -174,7 +170,7 @@ def train_with_progress(
     for line in [*run.skipped_checkpoints, *trainer.resume_notes]:
         print_line(line)
     if start >= trainer.steps:
-        print_line(complete_message(tree, is_vector_config(tree)))
+        print_line(complete_message(tree))
     elif start:
         console.print(f"resuming after {start} steps")
         for line in run.resume_notes():
@@ -220,15 +216,3 @@ class CallbackList(Callback):
     def on_eval(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
         for callback in self.callbacks:
             callback.on_eval(step, name, metrics)
-
-
-class TaskCallbacks(PlanCallback):
-    """Calls the progress bar of a population and `callback.on_step` after each of its tasks."""
-
-    def __init__(self, bar: PlanCallback, callback: Callback) -> None:
-        self.bar = bar
-        self.callback = callback
-
-    def on_task_done(self, number: int, done: TaskResult, lines: Mapping[str, Metrics]) -> None:
-        self.bar.on_task_done(number, done, lines)
-        self.callback.on_step(number, lines)

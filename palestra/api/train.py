@@ -179,6 +179,6 @@ def _check_algorithm(tree: Tree, algorithm: Any) -> None:
 
 def _length(tree: Tree) -> str:
     """Returns the key that sets the length of a run. Raises ValueError if several keys do."""
-    if not (key := length_setting(tree, is_vector_config(tree))):
+    if not (key := length_setting(tree)):
         raise ValueError("steps= does not fit this run: its stages, or its population, have lengths of their own")
     return key

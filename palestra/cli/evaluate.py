@@ -252,8 +252,7 @@ def _check_name(run: Path, name: str) -> None:
 
 
 def _record(run: Path, name: str, checkpoint: int | None, results: list[EvalResult]) -> None:
-    """Appends results to the run's evals.jsonl, and writes their first episode of each instance. If there are several,
-    the seats become part of the name."""
+    """Appends results to the run, with their first episodes; several are named by their seats."""
     from palestra.evaluation.target import find_checkpoint
     from palestra.runs import Run
     from palestra.runs.eval_files import MAX_EVAL_EPISODES

@@ -35,13 +35,19 @@ def info(
         return _show_installation()
     with user_errors():
         from palestra.engine.bases.model import describe_base
+        from palestra.text.build.memory_plan import plan_memory
 
         planned = _planned_config(base, config, settings or [])
         for name in dict.fromkeys(policy.base for policy in planned.policies.values() if hasattr(policy, "base")):
             for line in describe_base(name):
                 print_line(line)
             _show_conversations(name)
-        plan = _plan(planned, prompt_tokens, gpu_gib)
+        free = None
+        device = None
+        if gpu_gib is not None:
+            free = int(gpu_gib * 2**30)
+            device = "cuda"
+        plan = plan_memory(planned, prompt_tokens=prompt_tokens, free=free, device=device)
         table = Table("memory", "GiB", "when", "what for")
         for part in plan.parts:
             table.add_row(part.name, f"{part.bytes / 2**30:.2f}", part.phase or "always", part.detail)
@@ -66,18 +72,8 @@ def _show_conversations(base: str) -> None:
     console.print(table)
 
 
-def _plan(config: Any, prompt_tokens: int, gpu_gib: float | None) -> Any:
-    """Returns the memory plan of a run on the config's device, or on a GPU with `gpu_gib` GiB of free memory."""
-    from palestra.text.build.memory_plan import plan_memory
-
-    if gpu_gib is None:
-        return plan_memory(config, prompt_tokens=prompt_tokens)
-    return plan_memory(config, prompt_tokens=prompt_tokens, free=int(gpu_gib * 2**30), device="cuda")
-
-
 def _planned_config(base: str | None, path: Path | None, settings: list[str]) -> Any:
-    """Returns the config of the run to plan, with all of its language models on `base` if that is named. Raises
-    ValueError if it trains no language model."""
+    """Returns the run to plan, with `base` if named. Raises ValueError without a language model."""
     from palestra.core.config import load, override, validate
     from palestra.text.config import TextConfig
 

@@ -32,16 +32,15 @@ def fetch(
 
 def fetch_and_print(url: str, root: Path, max_gib: float = 100) -> Path:
     """Brings a run from a store and prints which state that is; returns its folder."""
-    from palestra.runs.mirror.fetch import GIB, fetch_run
+    from palestra.runs.mirror.fetch import fetch_run
 
-    path, state, is_new, passed_over = fetch_run(url, root, max_gib * GIB)
+    path, state, is_new, passed_over = fetch_run(url, root, max_gib)
     for line in passed_over:
         print_line(line)
-    print_line(
-        f"fetched {path}: the run after {state.text} ({state.num_bytes / MIB:,.1f} MiB)"
-        if is_new
-        else f"{path} is there already, and not behind its mirror ({state.text})"
-    )
+    if is_new:
+        print_line(f"fetched {path}: the run after {state.text} ({state.num_bytes / MIB:,.1f} MiB)")
+    else:
+        print_line(f"{path} is there already, and not behind its mirror ({state.text})")
     return path
 
 

@@ -1,5 +1,4 @@
-"""`palestra play` and `render`: a person plays one seat, in the terminal or in the browser, or looks on; a game as a
-film."""
+"""`palestra play` and `render`: a person plays one seat or looks on; a game as a film."""
 
 from __future__ import annotations
 
@@ -115,8 +114,7 @@ def render(
 
 
 def _print_rules(setup: TextEvalSetup, seat: str) -> None:
-    """Prints the rules and the form of an answer, unless the seat's role, which is shown with its first observation,
-    has them."""
+    """Prints rules and form of an answer, unless they are in the role, which is shown anyway."""
     env = setup.runner.make_env()
     if env.rules_for(seat) not in env.roles.get(seat, ""):
         console.print(f"{env.rules_for(seat)}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -180,8 +181,7 @@ def serve_sampler(  # noqa: PLR0913 - a parameter for each option
 
 
 def parse_named(settings: list[str] | None, *default: str) -> dict[str, str]:
-    """Parses `["small=/models/small", "tiny"]` to {"small": "/models/small", "tiny": "tiny"}. `default` is used if
-    `settings` is None or empty."""
+    """Parses `["small=/models/small", "tiny"]`, else `default`, to names and values."""
     pairs = [text.partition("=") for text in settings or default]
     return {name: value or name for name, _, value in pairs}
 
@@ -206,20 +206,14 @@ def add_key(name: Annotated[str, typer.Argument(help="name of the owner of the k
         palestra keys add ada --auth keys.txt
     """
     with user_errors():
-        require_service()
-        from palestra.service.server import api_keys as service_keys
-
-        print(service_keys.add_key(auth, name))
+        print(_api_keys().add_key(auth, name))
 
 
 @keys.command("list")
 def list_keys(auth: AuthOption) -> None:
     """List the owners of keys, and the number of keys of each."""
     with user_errors():
-        require_service()
-        from palestra.service.server import api_keys as service_keys
-
-        owners = [name for name, _ in service_keys.read_keys(check_exists(auth))]
+        owners = [name for name, _ in _api_keys().read_keys(check_exists(auth))]
         for name in sorted(set(owners)):
             print(f"{name}  {owners.count(name)}")
 
@@ -228,11 +222,15 @@ def list_keys(auth: AuthOption) -> None:
 def remove_keys(name: Annotated[str, typer.Argument(help="name of the owner of the keys")], auth: AuthOption) -> None:
     """Remove all keys of an owner. A running server refuses them from then on."""
     with user_errors():
-        require_service()
-        from palestra.service.server import api_keys as service_keys
-
-        if not service_keys.remove_keys(check_exists(auth), name):
+        if not _api_keys().remove_keys(check_exists(auth), name):
             raise ValueError(f'"{name}" has no key in {auth}: `palestra keys list --auth {auth}` lists the names')
+
+
+def _api_keys() -> ModuleType:
+    require_service()
+    from palestra.service.server import api_keys
+
+    return api_keys
 
 
 def check_exists(path: Path) -> Path:

@@ -15,6 +15,7 @@ from palestra.api.console import RANK, console, interruptible, print_line, user_
 from palestra.cli.mirror import fetch_and_print
 from palestra.cli.report import print_cycles
 from palestra.cli.runs import Root, print_alarms
+from palestra.runs.settings import resume_command
 
 if TYPE_CHECKING:
     from palestra.api.run import LaunchRequest
@@ -201,8 +202,7 @@ def _train(request: LaunchRequest) -> None:
         if RANK:
             return
         if not done:
-            again = f"palestra train --resume {shlex.quote(str(opened.run.path))}"
-            print_line(f"stopped; resume with: {again}")
+            print_line(f"stopped; resume with: {resume_command(opened.run.path)}")
         elif opened.kind.name == "population":
             _print_population(opened.run.path, request.config)
         else:
@@ -232,7 +232,7 @@ def _print_population(path: Path, config: Any) -> None:
 
 
 def _interruptible(run: Path | None) -> AbstractContextManager[None]:
-    """Context in which a Ctrl-C that ends the run at once prints one line and exits with code 130. `run` is None before
-    there is a run."""
-    again = f"; resume from the last checkpoint with: palestra train --resume {shlex.quote(str(run))}"
-    return interruptible(again if run else " before the run began")
+    """Context in which Ctrl-C prints one line and exits with 130. `run` None: there is none yet."""
+    if run is None:
+        return interruptible(" before the run began")
+    return interruptible(f"; resume from the last checkpoint with: {resume_command(run)}")

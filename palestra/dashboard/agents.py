@@ -54,8 +54,7 @@ def _score(line: Mapping[str, Any] | None, policy: str) -> float | None:
 
 
 def policy_rows(run: CatalogRun) -> list[dict[str, Any]]:
-    """Returns one dict per policy of the config or of a checkpoint: type, base, seats, and the checkpoints that contain
-    it, newest first."""
+    """Returns a dict per policy: type, base, seats, and its checkpoints, newest first."""
     checkpoints = list_checkpoints(run.path) if run.file("checkpoints.jsonl").exists() else []
     configs = run.config.get("policies") or {}
     names = dict.fromkeys([*configs, *chain.from_iterable(checkpoint.names for checkpoint in checkpoints)])
@@ -96,9 +95,8 @@ def member_rows(run: CatalogRun) -> list[dict[str, Any]]:
 
 
 def eval_rows(run: CatalogRun) -> list[dict[str, Any]]:
-    """Returns each evaluation with its seat assignment, so that results in other seats can be compared, and the main
-    metrics and outcomes by instance of its first line and its newest `MAX_LINES`; the run has the episodes of the
-    first `recorded` instances of a line."""
+    """Returns each evaluation: its seats, and results and outcomes of its first line and its newest
+    `MAX_LINES`, with the number of instances whose episodes the run has."""
     configs = run.config.get("evals") or {}
     lines: dict[str, list[dict[str, Any]]] = {}
     for line in read_lines(run.file("evals.jsonl")):
@@ -147,8 +145,7 @@ def member_weights_folder(run: CatalogRun, name: str) -> Path:
 
 
 def stream_zip(folder: Path) -> Iterator[bytes]:
-    """Yields a folder's files as an uncompressed zip archive, in chunks of bytes; leaves out training state and
-    symbolic links."""
+    """Yields a folder as a zip archive, stored, without training state and links."""
     pipe = _Pipe()
     with zipfile.ZipFile(pipe, "w", zipfile.ZIP_STORED) as archive:
         for path in sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()):
@@ -163,8 +160,7 @@ def stream_zip(folder: Path) -> Iterator[bytes]:
 
 
 class _Pipe(io.RawIOBase):
-    """The write end of the archive: a buffer that `stream_zip` empties. It cannot seek, so the archive is written in
-    one pass."""
+    """The write end of the archive, which `stream_zip` empties; it cannot seek."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -193,8 +189,7 @@ def read_json_list(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _implicit_seats(name: str, seats: dict[str, str]) -> list[str]:
-    """Returns the seats of a policy that `seats` does not name: without `seats`, the seat of its own name; for
-    "default", all others."""
+    """Returns the seats of a policy that `seats` does not name: its own, or all others."""
     if name == "default":
         return ["all others" if seats else "all"]
     return [] if seats else [name]

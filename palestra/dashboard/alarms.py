@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from palestra.populations.ratings import Cyclicity  # imports SciPy's solvers, half a second at the end of a run
 
 MetricsByName = Mapping[str, Mapping[str, np.ndarray]]
+NO_LINES = np.zeros(0)  # of a metric that is not logged
 
 MIN_LINES = 8
 MIN_END_LINES = 3
@@ -170,25 +171,59 @@ def rules_for(is_population: bool, num_lines: int) -> list[dict[str, Any]]:
     ]
 
 
+@dataclass(frozen=True)
+class LoggedMetrics:
+    """The metrics of each policy, of all together, and of each evaluation. A mean over fewer than
+    `MIN_LINES` lines is NaN, of which no comparison is true."""
+
+    policies: MetricsByName
+    team: Mapping[str, np.ndarray]
+    evals: MetricsByName
+
+    @property
+    def success(self) -> float:
+        """The success rate at the end."""
+        return end_mean(self.team.get("success", NO_LINES))
+
+    @property
+    def success_rise(self) -> float:
+        """The rise in success of the evaluation that rose most, or of training if there is none."""
+        curves = [log["success"] for log in self.evals.values() if len(log.get("success", ())) > 1]
+        if curves:
+            return max(float(curve[-1] - curve[0]) for curve in curves)
+        return rise(self.team.get("success", NO_LINES))
+
+
 def find_alarms(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> list[Alarm]:
     """Returns the alarms of a run of language agents or networks. `team` holds the metrics of all policies together
     (key -> [T]), `evals` those of each evaluation. Where success is by team, its mean counts."""
     by_team = [values for key, values in team.items() if key.startswith(TEAM_SUCCESS)]
     if by_team and "success" not in team and len({len(values) for values in by_team}) == 1:
         team = {**team, "success": np.mean(by_team, axis=0)}
-    rules = (lazy_seat, entropy_collapse, longer_for_reward, format_for_reward, one_seat_carries, no_signal, cut_off)
-    found = [*chain.from_iterable(rule(policies, team, evals) for rule in rules), *charmed_judge(policies, team)]
-    return [*found, *diverging_values(policies), *failing_episodes(team), *held_out_fall(evals)]
+    rules = (
+        lazy_seat,
+        entropy_collapse,
+        longer_for_reward,
+        format_for_reward,
+        one_seat_carries,
+        no_signal,
+        cut_off,
+        charmed_judge,
+        diverging_values,
+        failing_episodes,
+        held_out_fall,
+    )
+    logged = LoggedMetrics(policies, team, evals)
+    return list(chain.from_iterable(rule(logged) for rule in rules))
 
 
-def lazy_seat(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
+def lazy_seat(logged: LoggedMetrics) -> Iterator[Alarm]:
     """Yields an alarm if nearly all groups of one policy have equal returns while another policy's differ."""
-    shares = {name: now for name, log in policies.items() if (now := end_mean(log, "zero_std_fraction")) is not None}
-    success = end_mean(team, "success")
-    if len(shares) < 2 or (success is not None and success > SOLVED_SUCCESS):
+    shares = end_means(logged, "zero_std_fraction")
+    if logged.success > SOLVED_SUCCESS:
         return
     for name, share in shares.items():
-        others = min(other for other_name, other in shares.items() if other_name != name)
+        others = min((other for other_name, other in shares.items() if other_name != name), default=np.nan)
         if share >= HIGH_ZERO_VARIANCE and others <= LOW_ZERO_VARIANCE:
             yield Alarm(
                 "lazy seat",
@@ -197,133 +232,112 @@ def lazy_seat(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: Me
             )
 
 
-def entropy_collapse(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
+def entropy_collapse(logged: LoggedMetrics) -> Iterator[Alarm]:
     """Yields an alarm if a policy's entropy is near zero and far below its initial value, and the task is not solved.
     The entropy of continuous actions may be negative, which raises no alarm."""
-    success = end_mean(team, "success")
-    for name, series in policies.items():
-        before = first_mean(series, "entropy")
-        now = end_mean(series, "entropy")
-        if before is None or now is None or (success is not None and success > SOLVED_SUCCESS):
-            continue
+    success = logged.success
+    if success > SOLVED_SUCCESS:
+        return
+    for name, now in end_means(logged, "entropy").items():
+        before = first_mean(logged.policies[name]["entropy"])
         if -ROUNDING <= now <= LOW_ENTROPY and now <= LOW_ENTROPY_SHARE * before:
             message = f"entropy {now:.3g} nats, from {before:.3g}"
-            if success is not None:
+            if not np.isnan(success):
                 message += f", at a success of {success:.0%}"
             yield Alarm("entropy collapse", name, message)
 
 
-def longer_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
+def longer_for_reward(logged: LoggedMetrics) -> Iterator[Alarm]:
     """Yields an alarm if answers became much longer and reward rose, but success did not."""
-    for name, series in policies.items():
-        change = change_while_rewarded(series, "tokens", success_rise(team, evals))
-        if change and change.after >= LENGTH_FACTOR * change.before > 0:
-            yield Alarm(
-                "reward hacking by length?",
-                name,
-                f"answers of {change.after:.3g} tokens, from {change.before:.3g}; {change.summary}",
-            )
+    for name, change in rewarded_changes(logged, "tokens").items():
+        if change.after >= LENGTH_FACTOR * change.before > 0:
+            message = f"answers of {change.after:.3g} tokens, from {change.before:.3g}; {change.summary}"
+            yield Alarm("reward hacking by length?", name, message)
 
 
-def format_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
-    """Yields an alarm if reward rose and success did not, while invalid answers vanished or the reward's term of form
-    made most of the rise."""
-    for name, series in policies.items():
-        form = change_while_rewarded(series, FORM_METRIC, success_rise(team, evals))
-        if form and form.after - form.before >= FORM_SHARE * form.reward_rise:
-            yield Alarm(
-                "reward hacking by format?",
-                name,
-                f"reward for form {form.after:+.2g}, from {form.before:+.2g}; {form.summary}",
-            )
-            continue
-        change = change_while_rewarded(series, "invalid", success_rise(team, evals))
-        if change and change.before >= INVALID_BEFORE and change.after <= INVALID_NOW:
-            yield Alarm(
-                "reward hacking by format?",
-                name,
-                f"invalid answers {change.after:.1%}, from {change.before:.1%}; {change.summary}",
-            )
+def format_for_reward(logged: LoggedMetrics) -> Iterator[Alarm]:
+    """Yields an alarm if reward rose, success did not, and the form improved or made the rise."""
+    forms = rewarded_changes(logged, FORM_METRIC)
+    for name, invalid in rewarded_changes(logged, "invalid").items():
+        form = forms[name]
+        message = ""
+        if form.after - form.before >= FORM_SHARE * form.reward_rise:
+            message = f"reward for form {form.after:+.2g}, from {form.before:+.2g}; {form.summary}"
+        elif invalid.before >= INVALID_BEFORE and invalid.after <= INVALID_NOW:
+            message = f"invalid answers {invalid.after:.1%}, from {invalid.before:.1%}; {invalid.summary}"
+        if message:
+            yield Alarm("reward hacking by format?", name, message)
 
 
-def charmed_judge(policies: MetricsByName, team: Mapping[str, np.ndarray]) -> Iterator[Alarm]:
+def charmed_judge(logged: LoggedMetrics) -> Iterator[Alarm]:
     """Yields an alarm if a judge's verdicts pay a policy more than at first, and its answers are not better by the
     exact grade, which is hidden from the seats; where an env reports none, by success."""
-    for name, series in policies.items():
-        verdicts = series.get(VERDICT_METRIC, np.zeros(0))
-        grades = series.get(GRADE_METRIC, team.get("success", np.zeros(0)))
+    for name, series in logged.policies.items():
+        verdicts = series.get(VERDICT_METRIC, NO_LINES)
+        grades = series.get(GRADE_METRIC, logged.team.get("success", NO_LINES))
         if len(verdicts) != len(grades):
             continue
         paid = rise(verdicts)
         grade = rise(grades)
-        if paid is None or grade is None or paid < MIN_REWARD_RISE or grade > GRADE_SHARE * paid:
-            continue
-        if is_beyond_noise(verdicts - grades):
+        if paid >= MIN_REWARD_RISE and grade <= GRADE_SHARE * paid and is_beyond_noise(verdicts - grades):
             message = f"verdicts pay {paid:+.2g} more than at first, and the exact grade rose by {grade:+.2g}"
             yield Alarm("reward hacking by verdict?", name, message)
 
 
-def one_seat_carries(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
+def one_seat_carries(logged: LoggedMetrics) -> Iterator[Alarm]:
     """Yields an alarm if one policy earns nearly all of the policies' own rewards."""
-    # In envs with a team reward only, a seat without own reward means nothing: skip it.
-    paid = {name: values for name, values in policies.items() if np.any(values.get("local_reward", np.zeros(0)) != 0)}
-    values = {name: now for name, metrics in paid.items() if (now := newest_mean(metrics, "local_reward")) is not None}
+    values = {}
+    for name, series in logged.policies.items():
+        own = series.get("local_reward", NO_LINES)
+        # In envs with a team reward only, a seat without own reward means nothing: skip it.
+        if len(own) >= MIN_LINES and np.any(own != 0):
+            values[name] = newest_mean(own)
     total = sum(max(0.0, value) for value in values.values())
     if len(values) < 2 or total < 0.05:
         return
     for name, value in values.items():
         if value / total >= DOMINANT_REWARD_SHARE:
-            yield Alarm(
-                "one seat carries the team",
-                name,
-                f"{value / total:.0%} of what all policies earn for themselves is its own",
-            )
+            message = f"{value / total:.0%} of what all policies earn for themselves is its own"
+            yield Alarm("one seat carries the team", name, message)
 
 
-def no_signal(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
-    """Yields an alarm if nearly all groups of every policy have equal returns, so that there is no gradient, and the
-    task is not solved."""
-    shares = [now for series in policies.values() if (now := end_mean(series, "zero_std_fraction")) is not None]
-    success = end_mean(team, "success")
-    if shares and min(shares) >= HIGH_ZERO_VARIANCE and success is not None and success < SOLVED_SUCCESS:
-        yield Alarm(
-            "nothing to learn from",
-            "",
-            f"{min(shares):.0%} of the groups of every policy have zero advantage, at a success of {success:.0%}",
-        )
+def no_signal(logged: LoggedMetrics) -> Iterator[Alarm]:
+    """Yields an alarm if nearly all groups of every policy are flat, and the task is not solved."""
+    share = min(end_means(logged, "zero_std_fraction").values(), default=np.nan)
+    success = logged.success
+    if share >= HIGH_ZERO_VARIANCE and success < SOLVED_SUCCESS:
+        message = f"{share:.0%} of the groups of every policy have zero advantage, at a success of {success:.0%}"
+        yield Alarm("nothing to learn from", "", message)
 
 
-def cut_off(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
+def cut_off(logged: LoggedMetrics) -> Iterator[Alarm]:
     """Yields an alarm if many answers of a policy end at the token limit."""
-    for name, series in policies.items():
-        share = newest_mean(series, "truncated_fraction")
-        if share is not None and share >= MAX_CUT_OFF_SHARE:
+    for name, series in logged.policies.items():
+        share = newest_mean(series.get("truncated_fraction", NO_LINES))
+        if share >= MAX_CUT_OFF_SHARE:
             yield Alarm("answers are cut off", name, f"{share:.0%} of its answers ran into the token limit")
 
 
-def diverging_values(policies: MetricsByName) -> Iterator[Alarm]:
+def diverging_values(logged: LoggedMetrics) -> Iterator[Alarm]:
     """Yields an alarm if the values of a policy's actions are far from any return that it got."""
-    for name, series in policies.items():
-        value = end_mean(series, "q")
-        returns = np.abs(series.get("return", np.zeros(0)))
-        if value is None or not len(returns):
-            continue
-        largest = max(1.0, float(returns.max()))
-        if abs(value) >= DIVERGED_VALUES * largest:
+    for name, value in end_means(logged, "q").items():
+        returns = np.abs(logged.policies[name].get("return", NO_LINES))
+        largest = max(1.0, float(returns.max(initial=0.0)))
+        if len(returns) and abs(value) >= DIVERGED_VALUES * largest:
             yield Alarm("values diverge", name, f"values of {value:.3g}, at returns of at most {largest:.3g}")
 
 
-def failing_episodes(team: Mapping[str, np.ndarray]) -> Iterator[Alarm]:
+def failing_episodes(logged: LoggedMetrics) -> Iterator[Alarm]:
     """Yields an alarm if many of the newest episodes failed."""
-    failed = newest_mean(team, "failed")
-    played = newest_mean(team, "episodes")
-    if failed is not None and played and failed / played >= MAX_FAILED_SHARE:
+    failed = newest_mean(logged.team.get("failed", NO_LINES))
+    played = newest_mean(logged.team.get("episodes", NO_LINES))
+    if played > 0 and failed / played >= MAX_FAILED_SHARE:
         yield Alarm("episodes fail", "", f"{failed / played:.0%} of the newest episodes ended with an error")
 
 
-def held_out_fall(evals: MetricsByName) -> Iterator[Alarm]:
+def held_out_fall(logged: LoggedMetrics) -> Iterator[Alarm]:
     """Yields an alarm if the newest success of an evaluation is below an earlier one, with their intervals apart."""
-    for name, log in evals.items():
+    for name, log in logged.evals.items():
         keys = [key for key in ("success", "episodes", "instances", "failed", "samples") if key in log]
         if keys[:2] != ["success", "episodes"] or len({len(log[key]) for key in keys}) > 1:
             continue  # some evaluations have no success
@@ -373,94 +387,62 @@ class MetricChange:
         return f"reward {self.reward_rise:+.2g}, success {self.success_rise:+.1%}"
 
 
-def change_while_rewarded(series: Mapping[str, np.ndarray], key: str, better: float | None) -> MetricChange | None:
-    """Returns how a policy's metric changed while its reward rose by at least `MIN_REWARD_RISE` and success by at most
-    `MAX_SUCCESS_RISE`; None if that is not so or a value is missing."""
-    before = first_mean(series, key)
-    now = newest_mean(series, key)
-    paid = reward_rise(series)
-    if (
-        before is None
-        or now is None
-        or paid is None
-        or better is None
-        or paid < MIN_REWARD_RISE
-        or better > MAX_SUCCESS_RISE
-    ):
-        return None
-    return MetricChange(before, now, paid, better)
+def rewarded_changes(logged: LoggedMetrics, key: str) -> dict[str, MetricChange]:
+    """Returns how a metric changed, for each policy whose reward rose by `MIN_REWARD_RISE` or more
+    while success rose by at most `MAX_SUCCESS_RISE`."""
+    better = logged.success_rise
+    changes = {}
+    for name, series in logged.policies.items():
+        paid = reward_rise(series)
+        if paid >= MIN_REWARD_RISE and better <= MAX_SUCCESS_RISE:
+            values = series.get(key, NO_LINES)
+            changes[name] = MetricChange(first_mean(values), newest_mean(values), paid, better)
+    return changes
 
 
-def newest_mean(series: Mapping[str, np.ndarray], key: str) -> float | None:
-    """Returns the mean of a metric's newest `NEWEST_LINES` lines, at most half of all; None if there are fewer than
-    `MIN_LINES`."""
-    values = _lines(series, key)
-    return _mean(values[-min(NEWEST_LINES, len(values) // 2) :])
+def first_mean(values_T: np.ndarray) -> float:
+    """Returns the mean of a metric's first `FIRST_LINES` lines, at most a quarter of all."""
+    return _mean(values_T, slice(min(FIRST_LINES, len(values_T) // 4)))
 
 
-def end_mean(series: Mapping[str, np.ndarray], key: str) -> float | None:
-    """Returns the mean of a metric's newest sixth, from `MIN_END_LINES` to `NEWEST_LINES` lines; None if there are
-    fewer than `MIN_LINES` lines."""
-    values = _lines(series, key)
-    return _mean(values[-min(NEWEST_LINES, max(MIN_END_LINES, len(values) // 6)) :])
+def newest_mean(values_T: np.ndarray) -> float:
+    """Returns the mean of a metric's newest `NEWEST_LINES` lines, at most half of all."""
+    return _mean(values_T, slice(-min(NEWEST_LINES, len(values_T) // 2), None))
 
 
-def first_mean(series: Mapping[str, np.ndarray], key: str) -> float | None:
-    """Returns the mean of a metric's first `FIRST_LINES` lines, at most a quarter of all; None if there are fewer than
-    `MIN_LINES`."""
-    values = _lines(series, key)
-    return _mean(values[: min(FIRST_LINES, len(values) // 4)])
+def end_mean(values_T: np.ndarray) -> float:
+    """Returns the mean of a metric's newest sixth, from `MIN_END_LINES` to `NEWEST_LINES` lines."""
+    return _mean(values_T, slice(-min(NEWEST_LINES, max(MIN_END_LINES, len(values_T) // 6)), None))
 
 
-def _lines(series: Mapping[str, np.ndarray], key: str) -> np.ndarray:
-    """Returns a metric's lines; none if there are fewer than `MIN_LINES`."""
-    values = series.get(key, np.zeros(0))
-    return values if len(values) >= MIN_LINES else values[:0]
+def end_means(logged: LoggedMetrics, key: str) -> dict[str, float]:
+    """Returns the `end_mean` of each policy that has enough lines of the metric."""
+    means = {name: end_mean(series.get(key, NO_LINES)) for name, series in logged.policies.items()}
+    return {name: mean for name, mean in means.items() if not np.isnan(mean)}
 
 
-def _mean(values: np.ndarray) -> float | None:
-    """Returns the mean, rounded: the float mean of values that are all 0.9 may otherwise be just below 0.9. None
-    without values."""
-    return round(float(np.mean(values)), 9) if len(values) else None
+def _mean(values: np.ndarray, lines: slice) -> float:
+    """Returns the mean of these lines, rounded: the float mean of values that are all 0.9 may be
+    just below 0.9. NaN if all lines are fewer than `MIN_LINES`."""
+    return round(float(np.mean(values[lines])), 9) if len(values) >= MIN_LINES else np.nan
 
 
-def reward_rise(series: Mapping[str, np.ndarray]) -> float | None:
-    """Returns the rise in reward per answer since the start, own and team reward together; None if neither is known."""
-    rises = [metric_rise(series, key) for key in ("local_reward", "team_reward")]
-    known = [rise for rise in rises if rise is not None]
-    return sum(known) if known else None
+def reward_rise(series: Mapping[str, np.ndarray]) -> float:
+    """Returns the rise in reward per answer, own and team reward together as far as known."""
+    rises = [rise(series.get(key, NO_LINES)) for key in ("local_reward", "team_reward")]
+    return float(np.nansum(rises)) if not np.isnan(rises).all() else np.nan
 
 
-def metric_rise(series: Mapping[str, np.ndarray], key: str) -> float | None:
-    """Returns the rise of a metric since the start; None if it is not known."""
-    before = first_mean(series, key)
-    now = newest_mean(series, key)
-    if before is None or now is None:
-        return None
-    return now - before
-
-
-def rise(values_T: np.ndarray) -> float | None:
-    """Returns the rise of a metric's values since the start; None if there are fewer than `MIN_LINES`."""
-    return metric_rise({"values": values_T}, "values")
+def rise(values_T: np.ndarray) -> float:
+    """Returns the rise of a metric's values since the start."""
+    return newest_mean(values_T) - first_mean(values_T)
 
 
 def is_beyond_noise(values_T: np.ndarray) -> bool:
-    """Returns whether the newest mean is above the first by `MIN_STANDARD_ERRORS` or more. The noise of a line is
-    measured by its difference to the next line, which a trend hardly changes (von Neumann, 1941)."""
-    change = rise(values_T)
-    if change is None:
-        return False
+    """Returns whether the newest mean is above the first by `MIN_STANDARD_ERRORS` or more. The
+    noise of a line is measured by its difference to the next line, which a trend hardly changes
+    (von Neumann, 1941). Needs `MIN_LINES` values."""
     count = len(values_T)
     variance = float(np.mean(np.diff(values_T) ** 2)) / 2
     weight = 1 / min(FIRST_LINES, count // 4) + 1 / min(NEWEST_LINES, count // 2)
-    return change >= MIN_STANDARD_ERRORS * float(np.sqrt(variance * weight))
-
-
-def success_rise(team: Mapping[str, np.ndarray], evals: MetricsByName) -> float | None:
-    """Returns the rise in success of the evaluation that rose most, or of training if there is none; None if neither is
-    known."""
-    rises = [float(log["success"][-1] - log["success"][0]) for log in evals.values() if len(log.get("success", ())) > 1]
-    if rises:
-        return max(rises)
-    return metric_rise(team, "success")
+    return rise(values_T) >= MIN_STANDARD_ERRORS * float(np.sqrt(variance * weight))

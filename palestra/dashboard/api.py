@@ -1,25 +1,22 @@
 """The dashboard's JSON API: each public method of `DashboardApi` answers one address.
 
 A step is the number of training steps done, as in `--checkpoint`: 0 is before training. Files of a run count from 0,
-so that step 80 is in step-000079.parquet.
-Responses carry an ETag, so that a client that polls gets 304 while nothing changed. Errors are `{"error": TEXT}`: 400
-for an invalid query, 404 for what does not exist.
+so that step 80 is in step-000079.parquet. Errors are `{"error": TEXT}`: 400 for an invalid query, 404 for what does
+not exist.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import StreamingResponse
 
-from palestra.core.config import hide_credentials, validate
-from palestra.core.files import to_json_types
+from palestra.core.config import Tree, hide_credentials, validate
 from palestra.dashboard import agents as agents_of
 from palestra.dashboard import curve_queries, episode_filter, population, replays, run_status, run_table, trees
 from palestra.dashboard.alarms import Alarm, cyclic_alarms, rules_for
@@ -36,8 +33,7 @@ MAX_LISTED_RUNS = 5_000  # the newest runs of a folder; older ones are not liste
 
 
 class DashboardApi:
-    """Answers the API's requests about the runs of a library; caches list entries and population records by file
-    stamp."""
+    """Answers requests about the runs of a library; caches list entries and population records."""
 
     def __init__(self, library: RunCatalog) -> None:
         self.library = library
@@ -47,7 +43,7 @@ class DashboardApi:
 
     # ---- all runs
 
-    def runs(self, request: Request) -> Response:
+    def runs(self, request: Request) -> Tree:
         """Returns the list of runs, newest first, at most `MAX_LISTED_RUNS`, and the groups of seeds among them. With
         `column=KEY`, as often as wanted, each run has the settings at these keys; with `keys=true` the answer has the
         keys in which runs differ."""
@@ -65,8 +61,7 @@ class DashboardApi:
         if query.get("keys"):
             keys = run_table.varying_keys([self._settings(line["name"]) for line in shown])
         groups = run_table.seed_groups(shown)
-        answer = {"root": self.library.root.name, "runs": shown, "of": len(lines), "groups": groups, "keys": keys}
-        return json_response(request, answer)
+        return {"root": self.library.root.name, "runs": shown, "of": len(lines), "groups": groups, "keys": keys}
 
     def _settings(self, name: str) -> run_table.Settings:
         """Returns the settings of a listed run; {} of one that cannot be read."""
@@ -107,81 +102,72 @@ class DashboardApi:
             self._lines[name] = (stamp, line, run_status.experiment_config(run.config))
         return line | {"status": run_status.status(run, line["done"], line["total"], locks)}
 
-    def metrics(self, request: Request) -> Response:
+    def metrics(self, request: Request) -> Tree:
         """Returns the catalogue of metrics: titles, units and headings of charts, and what has no chart."""
-        return json_response(request, {"metrics": [asdict(each) for each in METRICS], "uncharted": UNCHARTED})
+        return {"metrics": [asdict(each) for each in METRICS], "uncharted": UNCHARTED}
 
-    def curves(self, request: Request) -> Response:
+    def curves(self, request: Request) -> Tree:
         """Returns curves of metrics of one or several runs; see `curve_queries.CurveQuery` for the query."""
         query = request.query_params
         tree = dict(query) | {"run": query.getlist("run"), "metric": query.getlist("metric")}
         asked = validate(curve_queries.CurveQuery, tree)
         runs = [self._refreshed_run(name) for name in asked.run]
-        return json_response(request, {"curves": curve_queries.curves(runs, asked)})
+        return {"curves": curve_queries.curves(runs, asked)}
 
-    def difference(self, request: Request) -> Response:
+    def difference(self, request: Request) -> Tree:
         """Returns the settings in which the configs of runs differ; see `run_status.config_differences`."""
         names = request.query_params.getlist("run")
         rows = run_status.config_differences([self.library.run(name).config for name in names])
-        return json_response(request, {"runs": names, "rows": rows})
+        return {"runs": names, "rows": rows}
 
     # ---- one run
 
-    def run(self, request: Request) -> Response:
+    def run(self, request: Request) -> Tree:
         """Returns a run's progress, its metric names and newest values, alarms, and which views have data."""
         run = self._refreshed_run(request.path_params["run"])
         line = self._entry(run.name, held_locks())
-        logs = {"metrics": run.metrics, "timings": run.timings, "evals": run.evals}
-        return json_response(
-            request,
-            line
-            | {
-                "left": run_status.time_left(run, line["done"], line["total"]),
-                "metrics": {name: log.metric_keys() for name, log in logs.items()},
-                "phases": run_status.phase_keys(run.timings),
-                "has_episodes": run.file("episodes").is_dir(),
-                "has_replays": run.file(REPLAYS_FOLDER).is_dir(),
-                "has_population": run.file("tasks.jsonl").exists(),
-                "alarms": [alarm.to_json() for alarm in self._alarms(run)],
-            },
-        )
+        return line | {
+            "left": run_status.time_left(run, line["done"], line["total"]),
+            "metrics": {name: log.metric_keys() for name, log in run.charted_logs.items()},
+            "phases": run_status.phase_keys(run.timings),
+            "has_episodes": run.file("episodes").is_dir(),
+            "has_replays": run.file(REPLAYS_FOLDER).is_dir(),
+            "has_population": run.file("tasks.jsonl").exists(),
+            "alarms": [alarm.to_json() for alarm in self._alarms(run)],
+        }
 
-    def config(self, request: Request) -> Response:
+    def config(self, request: Request) -> Tree:
         """Returns config.yaml as text, at most `MAX_TREE_BYTES` characters."""
-        run = self.library.run(request.path_params["run"])
-        with open(run.file("config.yaml"), encoding="utf-8", errors="replace") as file:
-            return json_response(request, {"yaml": hide_credentials(file.read(MAX_TREE_BYTES))})
+        with open(self._run(request).file("config.yaml"), encoding="utf-8", errors="replace") as file:
+            return {"yaml": hide_credentials(file.read(MAX_TREE_BYTES))}
 
-    def alarms(self, request: Request) -> Response:
+    def alarms(self, request: Request) -> Tree:
         """Returns the alarms of a run, and all rules that are applied to it."""
         run = self._refreshed_run(request.path_params["run"])
         num_lines = max((len(run.metrics.column(name, "step")[0]) for name in run.metrics.names()), default=0)
         rules = rules_for(run.file("tasks.jsonl").exists(), num_lines)
-        return json_response(request, {"alarms": [alarm.to_json() for alarm in self._alarms(run)], "rules": rules})
+        return {"alarms": [alarm.to_json() for alarm in self._alarms(run)], "rules": rules}
 
-    def system(self, request: Request) -> Response:
+    def system(self, request: Request) -> Tree:
         """Returns processes, workers, queues, timings, failures and disk use of a run."""
-        return json_response(request, run_status.system_status(self._refreshed_run(request.path_params["run"])))
+        return run_status.system_status(self._refreshed_run(request.path_params["run"]))
 
     # ---- episodes
 
-    def episodes(self, request: Request) -> Response:
-        """Returns a page of the episodes that match the query, the number of matches, and the number of files not yet
-        indexed."""
-        run = self.library.run(request.path_params["run"])
+    def episodes(self, request: Request) -> Tree:
+        """Returns a page of the matching episodes, and how many files are not indexed."""
+        run = self._run(request)
         query = validate(episode_filter.EpisodeFilter, dict(request.query_params))
         columns, unread = run.episodes.columns()
         fitting = episode_filter.matching_rows(columns, query)
         head = {"of": len(columns), "fit": len(fitting), "unread": unread}
         if query.text and len(fitting):
             rows, end = episode_filter.search_text(run.file("episodes"), columns, fitting, query)
-            return json_response(request, head | {"rows": episode_filter.page_rows(columns, rows), "searched": end})
+            return head | {"rows": episode_filter.page_rows(columns, rows), "searched": end}
         shown = episode_filter.page_rows(columns, fitting[query.first : query.first + query.count])
-        return json_response(
-            request, head | {"rows": shown, "spread": episode_filter.return_histogram(columns, fitting)}
-        )
+        return head | {"rows": shown, "spread": episode_filter.return_histogram(columns, fitting)}
 
-    def tree(self, request: Request) -> Response:
+    def tree(self, request: Request) -> Tree:
         """Returns the tree of an episode. With `line=NODE`, or `line=played` for the node where play ended, also the
         texts on the path to that node, so that a page needs one request to open."""
         run, step, episode = self._episode(request)
@@ -189,65 +175,64 @@ class DashboardApi:
         if (asked := request.query_params.get("line")) and view["nodes"]:
             node = trees.last_played_node(view["nodes"]) if asked == "played" else int(asked)
             view |= {"at": node, "line": trees.path_texts(run.file(step), episode, node)}
-        return json_response(request, view)
+        return view
 
-    def words(self, request: Request) -> Response:
+    def words(self, request: Request) -> Tree:
         """Returns observations and answers on the path from the root to a node."""
         run, step, episode = self._episode(request)
-        return json_response(request, {"line": trees.path_texts(run.file(step), episode, request.path_params["node"])})
+        return {"line": trees.path_texts(run.file(step), episode, request.path_params["node"])}
 
-    def tokens(self, request: Request) -> Response:
+    def tokens(self, request: Request) -> Tree:
         """Returns the tokens of a node's answers with their log-probabilities."""
         run, step, episode = self._episode(request)
-        said = trees.node_tokens(run.file(step), episode, request.path_params["node"], base_models(run))
-        return json_response(request, {"said": said})
+        return {"said": trees.node_tokens(run.file(step), episode, request.path_params["node"], base_models(run))}
 
-    def replays(self, request: Request) -> Response:
+    def replays(self, request: Request) -> Tree:
         """Returns which evaluations of a run have replays."""
-        return json_response(request, {"evals": replays.replay_list(self.library.run(request.path_params["run"]))})
+        return {"evals": replays.replay_list(self._run(request))}
 
-    def replay(self, request: Request) -> Response:
+    def replay(self, request: Request) -> Tree:
         """Returns the recorded games of an evaluation after `step` steps."""
-        path = request.path_params
         step = int(request.query_params.get("step", 0))
-        return json_response(request, replays.replay_view(self.library.run(path["run"]), path["name"], step))
+        return replays.replay_view(self._run(request), request.path_params["name"], step)
 
     def _episode(self, request: Request) -> tuple[CatalogRun, str, int]:
         """Returns run, file and number of an episode of training, or with `?eval=NAME` of that evaluation."""
-        run = self.library.run(request.path_params["run"])
         step: int = request.path_params["step"] - 1
         file = f"episodes/{step_name(step)}.parquet"
         if evaluation := request.query_params.get("eval"):
             file = eval_file(EVAL_EPISODES_FOLDER, evaluation, step)
-        return run, file, request.path_params["episode"]
+        return self._run(request), file, request.path_params["episode"]
 
     # ---- populations and agents
 
-    def population(self, request: Request) -> Response:
-        """Returns a population's payoffs, mixtures, ratings and timeline. Raises ValueError if `last` is not between 1
-        and 200."""
+    def population(self, request: Request) -> Tree:
+        """Returns payoffs, mixtures, ratings and timeline of the `last` members, 1 to 200."""
         run = self._refreshed_run(request.path_params["run"])
         last = int(request.query_params.get("last", population.DEFAULT_MEMBERS))
         if not 1 <= last <= 200:
             raise ValueError(f"last is between 1 and 200, not {last}")
-        return json_response(request, population.population_view(run, self._record(run), last))
+        return population.population_view(run, self._record(run), last)
 
-    def agents(self, request: Request) -> Response:
+    def agents(self, request: Request) -> Tree:
         """Returns policies, members and evaluations of a run."""
-        return json_response(request, agents_of.agents_view(self.library.run(request.path_params["run"])))
+        return agents_of.agents_view(self._run(request))
 
-    def weights(self, request: Request) -> Response:
+    def weights(self, request: Request) -> StreamingResponse:
         """Streams a policy's weights of a checkpoint as a zip file."""
         path = request.path_params
-        folder = agents_of.policy_folder(self.library.run(path["run"]), path["step"], path["policy"])
+        folder = agents_of.policy_folder(self._run(request), path["step"], path["policy"])
         return _download(f"{path['policy']}-step-{path['step']}", folder)
 
-    def member(self, request: Request) -> Response:
+    def member(self, request: Request) -> StreamingResponse:
         """Streams a member's weights as a zip file."""
-        path = request.path_params
-        return _download(path["member"], agents_of.member_weights_folder(self.library.run(path["run"]), path["member"]))
+        member = request.path_params["member"]
+        return _download(member, agents_of.member_weights_folder(self._run(request), member))
 
     # ---- inside
+
+    def _run(self, request: Request) -> CatalogRun:
+        return self.library.run(request.path_params["run"])
 
     def _refreshed_run(self, name: str) -> CatalogRun:
         run = self.library.run(name)
@@ -281,17 +266,7 @@ def base_models(run: CatalogRun) -> dict[str, str]:
     return bases
 
 
-def json_response(request: Request, tree: Any) -> Response:
-    """Returns `tree` as a JSON response with an ETag; 304 without a body if the client has that version."""
-    text = json.dumps(to_json_types(tree), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    body = text.encode("utf-8", "replace")  # JSON may hold a lone surrogate, which UTF-8 cannot encode
-    tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
-    if tag in request.headers.get("if-none-match", ""):
-        return Response(status_code=304, headers={"ETag": tag})
-    return Response(body, media_type="application/json", headers={"ETag": tag})
-
-
-def _download(name: str, folder: Any) -> Response:
+def _download(name: str, folder: Path) -> StreamingResponse:
     if not folder.is_dir():
         raise NotFound(f"the weights of {name} are no longer there")
     safe = re.sub("[^A-Za-z0-9._-]", "_", name)

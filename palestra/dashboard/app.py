@@ -6,6 +6,7 @@ app = build_dashboard(Path("runs"), token="", hosts=[])
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import secrets
@@ -26,7 +27,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
-from palestra.core.files import DamagedFile
+from palestra.core.files import DamagedFile, to_json_types
 from palestra.core.http.limits import AsgiApp, HttpLimits
 from palestra.core.http.listen import open_listener, url_host
 from palestra.core.http.origin_middleware import is_loopback
@@ -61,7 +62,7 @@ def build_dashboard(
     `is_stopping()` is true. Raises ValueError if `root` is not a folder of runs, or `engine` not an address."""
     library = RunCatalog(root)
     api = DashboardApi(library)
-    addresses: dict[str, Callable[[Request], Response]] = {
+    addresses: dict[str, Callable[[Request], Any]] = {
         "/api/server": TrainingServer(engine).view,
         "/api/runs": api.runs,
         "/api/curves": api.curves,
@@ -79,14 +80,31 @@ def build_dashboard(
         "/api/runs/{run}/replays/{name:path}": api.replay,
         "/api/runs/{run}/population": api.population,
         "/api/runs/{run}/agents": api.agents,
+    }
+    downloads = {
         "/api/runs/{run}/checkpoints/{step:int}/{policy}.zip": api.weights,
         "/api/runs/{run}/members/{member}.zip": api.member,
     }
-    routes = [Route(path, ask, methods=["GET"]) for path, ask in addresses.items()]
+    asks = {path: partial(_answer_json, ask) for path, ask in addresses.items()} | downloads
+    routes = [Route(path, ask, methods=["GET"]) for path, ask in asks.items()]
     routes.append(Route("/api/events", partial(events, RunWatcher(library), is_stopping), methods=["GET"]))
     static = Mount("/", StaticFiles(directory=STATIC, html=True))
     app = Starlette(routes=[*routes, static], exception_handlers=ERROR_HANDLERS)
     return guard(GZipMiddleware(app, minimum_size=2048), token, hosts, LIMITS)
+
+
+def json_response(request: Request, tree: Any) -> Response:
+    """Returns `tree` as JSON with an ETag; 304 without a body if the client has that version."""
+    text = json.dumps(to_json_types(tree), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    body = text.encode("utf-8", "replace")  # JSON may hold a lone surrogate, which UTF-8 cannot encode
+    tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
+    if tag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers={"ETag": tag})
+    return Response(body, media_type="application/json", headers={"ETag": tag})
+
+
+def _answer_json(ask: Callable[[Request], Any], request: Request) -> Response:
+    return json_response(request, ask(request))
 
 
 def error_handler(status: int) -> Callable[[Request, Exception], Response]:
@@ -108,8 +126,7 @@ ERROR_HANDLERS: dict[Any, Any] = {
 
 
 class RunWatcher:
-    """The file stamps of the runs that event streams follow, read at most once per `POLL_INTERVAL_S` seconds for all
-    streams together."""
+    """The file stamps of runs, read once per `POLL_INTERVAL_S` for all event streams together."""
 
     def __init__(self, library: RunCatalog) -> None:
         self.library = library

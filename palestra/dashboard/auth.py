@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Collection, MutableMapping
-from http.cookies import CookieError, SimpleCookie
 from typing import Any
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import urlencode
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
+from starlette.requests import HTTPConnection
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from palestra.core.http.limits import AdmissionMiddleware, AsgiApp, HttpLimits, Receive, Scope, Send, bearer_token
@@ -69,12 +69,12 @@ class TokenMiddleware:
     def _ask(self, scope: Scope) -> Response | None:
         """Returns None if the request has the token as cookie or bearer; 401 if not; if the token is in the URL, a
         redirect to the URL without it that sets the cookie."""
-        headers = Headers(scope=scope)
-        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        token = dict(query).get("token")
+        request = HTTPConnection(scope)
+        token = request.query_params.get("token")
         if token is not None and self._right(_hash(token)):
             address = "/" + scope["path"].lstrip("/\\")  # `//host` would redirect to another server
-            if rest := urlencode([(key, value) for key, value in query if key != "token"]):
+            others = [(key, value) for key, value in request.query_params.multi_items() if key != "token"]
+            if rest := urlencode(others):
                 address += f"?{rest}"
             response = RedirectResponse(address, 303)
             response.set_cookie(
@@ -86,7 +86,8 @@ class TokenMiddleware:
                 secure=scope.get("scheme") == "https",
             )
             return response
-        if self._right(_cookie(headers.get("cookie", ""), self.cookie)) or self._right(_hash(bearer_token(headers))):
+        bearer = _hash(bearer_token(request.headers))
+        if self._right(request.cookies.get(self.cookie, "")) or self._right(bearer):
             return None
         return HTMLResponse(TOKEN_PAGE, 401)
 
@@ -103,22 +104,13 @@ def with_token(address: str, token: str) -> str:
     return f"{address}?token={token}" if token else address
 
 
-def _cookie(header: str, name: str) -> str:
-    try:
-        morsel = SimpleCookie(header).get(name)
-    except CookieError:
-        return ""
-    return morsel.value if morsel else ""
-
-
 def _with_security_headers(send: Send) -> Send:
     """Adds the security headers to every response."""
 
     async def with_headers(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
-            for name, value in SECURITY_HEADERS.items():
-                headers[name] = value
+            headers.update(SECURITY_HEADERS)
             headers.setdefault("Cache-Control", "no-cache")
         await send(message)
 

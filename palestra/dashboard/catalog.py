@@ -5,16 +5,14 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
 
-from palestra.core.config import hide_credentials, parse
+from palestra.core.config import Tree, hide_credentials, parse
 from palestra.core.files import DamagedFile, file_size, read_bytes, read_json
 from palestra.dashboard.index import EpisodeIndex, cache_file
 from palestra.runs.metric_log import PARSE_ERRORS, MetricLog
 
 MAX_OPEN_RUNS = 32  # runs whose metrics are kept in memory
 MAX_TREE_BYTES = 2**20  # bytes of the largest config or JSON file that is read
-Tree = dict[str, Any]
 
 
 class NotFound(Exception):
@@ -35,6 +33,7 @@ class CatalogRun:
         self.timings = MetricLog(self.file("timings.jsonl"), "policy")
         self.evals = MetricLog(self.file("evals.jsonl"), "name")
         self.workers = MetricLog(self.file("workers.jsonl"), "worker")
+        self.charted_logs = {"metrics": self.metrics, "timings": self.timings, "evals": self.evals}
         folder = self.file("episodes")
         self.episodes = EpisodeIndex(folder, cache_file(folder))
         self._config: tuple[int, Tree] = (-1, {})
@@ -51,7 +50,7 @@ class CatalogRun:
 
     def refresh(self, *logs: MetricLog) -> None:
         """Reads new lines of `logs` (default: of all)."""
-        for log in logs or (self.metrics, self.timings, self.evals, self.workers):
+        for log in logs or (*self.charted_logs.values(), self.workers):
             self.file(log.path.name)
             log.refresh()
 
@@ -68,10 +67,6 @@ class CatalogRun:
     def meta(self) -> Tree:
         """The contents of meta.json; {} if it cannot be read."""
         return read_object(self.file("meta.json"))
-
-    def file_size(self, name: str) -> int:
-        """Returns the size of a file in bytes."""
-        return file_size(self.file(name))
 
 
 class RunCatalog:
@@ -93,8 +88,7 @@ class RunCatalog:
         return [path.parent.name for path in self.root.glob("*/config.yaml") if self._is_run_name(path.parent.name)]
 
     def run(self, name: str) -> CatalogRun:
-        """Returns an open run; the `MAX_OPEN_RUNS` most recently used stay open. Raises NotFound if there is no such
-        run."""
+        """Returns a run; the `MAX_OPEN_RUNS` newest used stay open. Raises NotFound."""
         if not self._is_run_name(name):
             raise NotFound(f"there is no run {name!r} here")
         with self._lock:
@@ -115,8 +109,7 @@ class RunCatalog:
 
 
 def read_config(path: Path) -> Tree:
-    """Returns a config as a tree, without credentials; {} if it is not a config or larger than `MAX_TREE_BYTES`
-    bytes."""
+    """Returns a config without credentials; {} if it is none, or above `MAX_TREE_BYTES`."""
     try:
         return parse(hide_credentials(read_bytes(path, MAX_TREE_BYTES).decode()), str(path))
     except (ValueError, OSError, *PARSE_ERRORS):

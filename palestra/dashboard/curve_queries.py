@@ -72,7 +72,7 @@ def _groups(runs: Sequence[CatalogRun], seeds: bool) -> list[list[CatalogRun]]:
 
 def log_of_metric(run: CatalogRun, metric: str) -> MetricLog:
     """Returns the log that a metric LOG/KEY is in. Raises ValueError for an unknown log."""
-    logs = {"metrics": run.metrics, "timings": run.timings, "evals": run.evals}
+    logs = run.charted_logs
     log, _, _ = metric.partition("/")
     if log not in logs:
         raise ValueError(
@@ -82,8 +82,7 @@ def log_of_metric(run: CatalogRun, metric: str) -> MetricLog:
 
 
 def curve(run: CatalogRun, metric: str, name: str, axis: str) -> Series:
-    """Returns a metric of one policy or evaluation over an axis, x ascending. Raises ValueError for an unknown
-    axis."""
+    """Returns a metric of a policy or evaluation, x ascending. Raises ValueError for `axis`."""
     steps, values = log_of_metric(run, metric).column(name, metric.partition("/")[2])
     x = _axis(run, name, steps, axis)
     order = np.argsort(x, kind="stable")
@@ -109,8 +108,7 @@ def _axis(run: CatalogRun, name: str, steps: np.ndarray, axis: str) -> np.ndarra
 
 
 def _clock(run: CatalogRun) -> Series:
-    """Returns the training steps and the seconds elapsed after each: a population's wall-clock time, else the sum of
-    the phases."""
+    """Returns steps and the seconds elapsed after each: by the clock, else the sum of phases."""
     steps, elapsed = run.timings.column(TEAM, "elapsed_s")
     if len(steps):
         return Series(steps, elapsed)

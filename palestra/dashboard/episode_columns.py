@@ -46,8 +46,7 @@ class EpisodeColumns:
         return np.asarray(pc.is_valid(self.table["error"]).to_numpy())
 
     def seats_contain(self, substring: str) -> np.ndarray:
-        """Returns the mask [E] bool of rows whose `seats` JSON contains `substring`; each distinct value is searched
-        once."""
+        """Returns the mask [E] bool of rows whose `seats` JSON contains a text."""
         codes, texts = self._seats
         contains = pc.match_substring(texts, substring).to_numpy(zero_copy_only=False)
         return np.asarray(contains[codes], bool)

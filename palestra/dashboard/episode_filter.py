@@ -144,9 +144,8 @@ def search_text(
     query: EpisodeFilter,
     timeout_s: float = SEARCH_TIMEOUT_S,
 ) -> tuple[list[int], int]:
-    """Returns the candidates (rows) whose observations or answers contain the text, starting at candidate
-    `query.before`, and the index at which the search ended. It stops after `query.count` matches or `timeout_s`
-    seconds; at least one file is read."""
+    """Returns the candidates from `query.before` on that contain the text, and where the search
+    ended: after `query.count` matches or `timeout_s` seconds, but at least one file."""
     steps = columns.numeric("step")
     episodes = columns.numeric("episode")
     matches: list[int] = []

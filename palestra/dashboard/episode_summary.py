@@ -25,19 +25,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 HEAD_COLUMNS = ["step", "episode", "env", "seed", "seats", "error"]
-COLUMNS = [
-    *HEAD_COLUMNS,
-    "node",
-    "parent",
-    "depth",
-    "seat",
-    "chosen",
-    "done",
-    "reward",
-    "team_reward",
-    "success",
-    "invalid",
-]
+NODE_COLUMNS = ["node", "parent", "depth", "chosen", "done", "team_reward", "success"]
+COLUMNS = [*HEAD_COLUMNS, *NODE_COLUMNS, "seat", "reward", "invalid"]
 RETURN_PREFIX = "return/"
 
 
@@ -130,8 +119,7 @@ class _Tree:
 
 
 def _returns(table: pa.Table, tree: _Tree) -> dict[str, np.ndarray]:
-    """Returns, by seat, the mean return over trajectories [E] float64; NaN for episodes in which the seat has no
-    row."""
+    """Returns the mean return [E] float64 over trajectories by seat; NaN where it has no row."""
     codes = table.column("seat").combine_chunks().dictionary_encode()
     seat_R = codes.indices.fill_null(-1).to_numpy(zero_copy_only=False)
     node_of_R = np.cumsum(tree.is_first_R) - 1

@@ -39,8 +39,7 @@ EMPTY_TABLE = pa.table({"step": pa.array([], pa.int32()), VERSION_COLUMN: pa.arr
 
 
 class EpisodeIndex:
-    """The summaries of the episode files in `folder`. `cache` is the Parquet file that stores them between servers;
-    None for no cache."""
+    """The summaries of the episode files in `folder`, stored in the file `cache`, if any."""
 
     def __init__(self, folder: Path, cache: Path | None = None) -> None:
         self.folder = folder
@@ -63,9 +62,8 @@ class EpisodeIndex:
         return columns.table, missing
 
     def columns(self, timeout_s: float | None = None) -> tuple[EpisodeColumns, int]:
-        """Returns the same as arrays. Waits up to `timeout_s` seconds for missing files, so that a few files are always
-        included. By default it waits longer while nothing is known, and not at all if the last scan took longer than
-        the wait."""
+        """Returns the same as arrays, after waiting for missing files: `timeout_s` seconds, by
+        default longer while nothing is known, and not at all if a scan takes longer."""
         self._begin()
         if timeout_s is None and not self._columns:
             timeout_s = FIRST_WAIT_S
@@ -129,8 +127,7 @@ class EpisodeIndex:
         return self._columns.table if self._columns else EMPTY_TABLE
 
     def _next(self) -> dict[int, int]:
-        """Returns the newest missing files: 8 if nothing is known, so that there is a first result soon, else
-        `CHUNK_FILES`."""
+        """Returns the newest missing files: 8 at first, so that there is a result soon."""
         with self._lock:
             size = CHUNK_FILES if self._known else 8
             return dict(sorted(self._missing.items(), reverse=True)[:size])
@@ -204,8 +201,7 @@ def file_versions(folder: Path) -> dict[int, int]:
 
 
 def merge_sorted(tables: Sequence[pa.Table]) -> pa.Table:
-    """Returns one table sorted by step and episode from tables that are each sorted; columns missing in some are null
-    there."""
+    """Returns one table by step and episode; columns missing in some tables are null there."""
     filled = [table for table in tables if len(table)] or [EMPTY_TABLE]
     merged = pa.concat_tables(filled, promote_options="default")
     ends = [(table["step"][0].as_py(), table["step"][-1].as_py()) for table in filled if len(table)]

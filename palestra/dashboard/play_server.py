@@ -30,8 +30,7 @@ from palestra.core.http.limits import AsgiApp, HttpLimits
 from palestra.core.http.listen import open_listener, url_host
 from palestra.core.http.origin_middleware import is_loopback
 from palestra.core.http.server import build_server
-from palestra.dashboard.api import json_response as as_json
-from palestra.dashboard.app import ERROR_HANDLERS, KEEPALIVE_S, STATIC, error_handler
+from palestra.dashboard.app import ERROR_HANDLERS, KEEPALIVE_S, STATIC, error_handler, json_response
 from palestra.dashboard.auth import guard, with_token
 from palestra.dashboard.catalog import NotFound
 from palestra.dashboard.play_session import OutOfTurn, PlaySession, PlaySessions
@@ -80,7 +79,7 @@ async def start_game(sessions: PlaySessions, request: Request) -> Response:
 
 async def get_state(sessions: PlaySessions, request: Request) -> Response:
     """GET /api/games/ID: returns the state that the page shows."""
-    return as_json(request, _game(sessions, request).state())
+    return json_response(request, _game(sessions, request).state())
 
 
 async def post_answer(sessions: PlaySessions, request: Request) -> Response:

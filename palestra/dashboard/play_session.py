@@ -115,8 +115,7 @@ class PlaySession:
             self._asked = None
 
     def finish(self, episode: Episode) -> None:
-        """Stores the finished episode and cancels an open question: the episode may have failed at another seat
-        meanwhile."""
+        """Stores the episode and cancels an open question: another seat may have failed."""
         self._episode = episode
         self._take_back()
 
@@ -137,8 +136,7 @@ class PlaySession:
         self._news = asyncio.Event()
 
     async def wait_for_change(self, known_version: int, timeout_s: float) -> bool:
-        """Waits up to `timeout_s` seconds for `state_version` to differ from `known_version`; returns whether it
-        does."""
+        """Waits for `state_version` to change, at most `timeout_s`; returns whether it did."""
         if self.state_version == known_version:
             try:
                 await asyncio.wait_for(self._news.wait(), timeout_s)
@@ -218,9 +216,9 @@ class PlaySessions:
         idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
         self._play = play
-        self._setting = setup
-        self._say = print_line
-        self._alone = idle_timeout_s
+        self._setup = setup
+        self._print_line = print_line
+        self._idle_timeout_s = idle_timeout_s
         self._instances = count(first_instance)
         self._open: dict[str, tuple[PlaySession, asyncio.Task[None]]] = {}
 
@@ -228,7 +226,7 @@ class PlaySessions:
         """Starts a new game. Raises ValueError if `MAX_SESSIONS` games are open."""
         if len(self._open) >= MAX_SESSIONS:
             raise ValueError(f"{MAX_SESSIONS} games are open here: close the page of one, and come back in a minute")
-        game = PlaySession(self._setting, next(self._instances))
+        game = PlaySession(self._setup, next(self._instances))
         self._open[game.id] = game, asyncio.create_task(self._run(game))
         self.start_idle_timer(game)
         return game
@@ -241,14 +239,14 @@ class PlaySessions:
         on_turn = game.ask if game.setup.human_seat else game.show_turn
         episode = await self._play(game.seed, on_turn)
         if episode.error and not game.resigned:
-            self._say(f"the game of instance {game.seed} ended early: {episode.error}")
+            self._print_line(f"the game of instance {game.seed} ended early: {episode.error}")
         game.finish(episode)
 
     def start_idle_timer(self, game: PlaySession) -> None:
         """Starts the timer that ends the game if no page is connected to it after the idle timeout of the sessions."""
         if game.idle_timer:
             game.idle_timer.cancel()
-        game.idle_timer = asyncio.get_running_loop().call_later(self._alone, self._drop, game)
+        game.idle_timer = asyncio.get_running_loop().call_later(self._idle_timeout_s, self._drop, game)
 
     def _drop(self, game: PlaySession) -> None:
         if not game.num_viewers and game.id in self._open:

@@ -30,16 +30,14 @@ DEFAULT_MEMBERS = 40  # newest members of each side of the payoff table that are
 
 
 def load_record(run: CatalogRun) -> PopulationRecord:
-    """Returns the population record from the run's files. Raises ValueError if the run trains no population or has not
-    started."""
+    """Returns the run's record. Raises ValueError if it trains no population or has not started."""
     for name in (TASKS_FILE, "population.json", CROSSPLAY_FILE, "metrics.jsonl", "timings.jsonl", EXPLOITS_FILE):
         run.file(name)
     return read_record(run.path)
 
 
 def population_view(run: CatalogRun, record: PopulationRecord, last: int = DEFAULT_MEMBERS) -> dict[str, Any]:
-    """Returns all that the page draws, ready for JSON. Tables hold the `last` newest members; the full counts are
-    included."""
+    """Returns all that the page draws. Tables hold the `last` newest members of each side."""
     return {
         "members": len(record.members),
         "payoffs": payoff_view(record, last),
@@ -53,8 +51,7 @@ def population_view(run: CatalogRun, record: PopulationRecord, last: int = DEFAU
 
 
 def payoff_view(record: PopulationRecord, last: int) -> dict[str, Any] | None:
-    """Returns the payoffs of the newest members at the first seat against those at the second; None unless the game has
-    two players."""
+    """Returns the payoffs of the newest members of both seats; None unless there are two seats."""
     table = record.payoffs
     if len(table.seats) != 2:
         return None
@@ -109,8 +106,7 @@ def mixture_view(player: str, rows: Sequence[dict[str, float]], last: int) -> di
 
 
 def rating_view(record: PopulationRecord) -> dict[str, Any]:
-    """Returns Elo ratings with standard errors, best first, and a warning about cycles; the reason under `why` if no
-    rating is possible."""
+    """Returns Elo ratings, best first, and a warning about cycles; `why` if there are none."""
     try:
         ranked = standings(record, with_skills=False)
     except ValueError as error:

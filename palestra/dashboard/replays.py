@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from palestra.core.files import file_size
 from palestra.dashboard.catalog import CatalogRun, NotFound
 from palestra.runs.eval_files import REPLAYS_FOLDER, eval_file, list_eval_files
 from palestra.runs.replays import GameReplay, read_replays
@@ -25,13 +26,12 @@ def replay_list(run: CatalogRun) -> list[dict[str, Any]]:
 
 
 def replay_view(run: CatalogRun, evaluation: str, step: int) -> dict[str, Any]:
-    """Returns the games of `evaluation` after `step` steps. Raises NotFound if there are none, ValueError if the file
-    holds no replays or is too large."""
+    """Returns the games of an evaluation after `step` steps. Raises NotFound, or ValueError."""
     name = eval_file(REPLAYS_FOLDER, evaluation, step - 1)
     path = run.file(name)
     if not path.is_file():
         raise NotFound(f"{run.name} has no replays of {evaluation} after {step} steps")
-    if run.file_size(name) > MAX_FILE_BYTES:
+    if file_size(path) > MAX_FILE_BYTES:
         raise ValueError(f"{name} is larger than {MAX_FILE_BYTES // 2**20} MiB")
     try:
         header, replays = read_replays(path)
@@ -41,17 +41,8 @@ def replay_view(run: CatalogRun, evaluation: str, step: int) -> dict[str, Any]:
 
 
 def _episode(replay: GameReplay) -> dict[str, Any]:
-    frames = [
-        {
-            "picture": _data_url(frame.picture),
-            "text": frame.text,
-            "acts": frame.acts,
-            "actions": frame.actions,
-            "rewards": frame.rewards,
-        }
-        for frame in replay.frames
-    ]
-    return {"seed": replay.seed, "end": replay.end, "success": replay.success, "frames": frames}
+    frames = [vars(frame) | {"picture": _data_url(frame.picture)} for frame in replay.frames]
+    return vars(replay) | {"frames": frames}
 
 
 def _data_url(picture: bytes | None) -> str | None:

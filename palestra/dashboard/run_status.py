@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from palestra.core.config import hide_credentials
+from palestra.core.config import Tree, hide_credentials
 from palestra.core.failures import ERROR_FILE, MAX_MESSAGE_CHARS
 from palestra.core.files import file_size
 from palestra.core.types import TEAM
 from palestra.dashboard.alarms import Alarm, find_alarms, mirror_alarms
-from palestra.dashboard.catalog import CatalogRun, Tree
+from palestra.dashboard.catalog import CatalogRun
 from palestra.dashboard.run_table import experiment_id, main_score
 from palestra.runs.headline import (
     algorithm_label,
@@ -65,8 +65,7 @@ def _stat(path: Path) -> tuple[int, int]:
 
 
 def list_entry(run: CatalogRun, locks: Mapping[int, int]) -> Tree:
-    """Returns a run's entry in the list of runs, from its config and the ends of its logs. `locks` is
-    `held_locks()`."""
+    """Returns a run's entry in the list of runs. `locks` is `held_locks()`."""
     config = run.config
     meta = run.meta
     metrics = last_lines(run.file("metrics.jsonl"), "policy")
@@ -274,10 +273,10 @@ MAX_ERRORS = 20  # distinct errors that are listed, the most frequent first
 
 
 def system_status(run: CatalogRun) -> dict[str, Any]:
-    """Returns local processes, this machine's load, workers, queues, newest timings, failures, disk use in bytes, and
-    meta.json."""
+    """Returns all that the page System shows: processes, workers, failures, disk use, versions."""
     pid = writing_process(run.file(".lock"))
     table, missing = run.episodes.table()
+    logs = [*run.charted_logs.values(), run.workers]
     return {
         "process": pid,
         "processes": process_table([pid, *descendant_pids(pid)]) if pid else [],
@@ -289,11 +288,7 @@ def system_status(run: CatalogRun) -> dict[str, Any]:
         "failures": failure_counts(table),
         "unread": missing,
         "broken": {str(step + 1): why for step, why in run.episodes.unreadable.items()},
-        "torn": {
-            log.path.name: log.num_unparsed
-            for log in (run.metrics, run.timings, run.evals, run.workers)
-            if log.num_unparsed
-        },
+        "torn": {log.path.name: log.num_unparsed for log in logs if log.num_unparsed},
         "disk": disk_usage(run.path),
         "meta": leave_out(run.meta, "command", "config", "changed"),
         "command": [hide_credentials(str(word)) for word in run.meta.get("command") or []],

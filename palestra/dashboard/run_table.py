@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from palestra.dashboard.catalog import Tree
+from palestra.core.config import Tree
 from palestra.runs.headline import headline_eval, return_keys
 from palestra.runs.series import band_bounds
 
@@ -22,8 +22,7 @@ def experiment_id(settings: Settings) -> str:
 
 
 def setting(settings: Settings, column: str) -> str:
-    """Returns the value at `column`, a key or its end ("lr"), as text; different values of several keys one after
-    another; "" if there is none."""
+    """Returns the values at `column`, a key or its end ("lr"), as text; "" if there is none."""
     values = [value for key, value in settings.items() if f".{key}".endswith(f".{column}") and value is not None]
     return ", ".join(dict.fromkeys(map(str, values)))
 

@@ -11,7 +11,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 TIMEOUT_S = 5.0  # seconds for an answer
 MAX_BYTES = 2**22  # of an answer
@@ -29,7 +28,7 @@ class TrainingServer:
             raise ValueError("--engine: leave the key out of the address, and set TINKER_API_KEY")
         self.url = url.rstrip("/")
 
-    def view(self, request: Request) -> Response:
+    def view(self, request: Request) -> dict[str, Any]:
         """Returns the server's address with its console, or with the reason why there is none, in `error`."""
         console: dict[str, Any] | None = None
         error = ""
@@ -37,7 +36,7 @@ class TrainingServer:
             console = self._console()
         except ValueError as reason:
             error = str(reason)
-        return JSONResponse({"url": self.url, "error": error, "console": console})
+        return {"url": self.url, "error": error, "console": console}
 
     def _console(self) -> dict[str, Any]:
         """Returns the console. Raises ValueError if the server does not answer, or refuses."""

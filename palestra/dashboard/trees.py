@@ -24,7 +24,15 @@ from palestra.engine.bases.packaged_bases import packaged_folder
 from palestra.runs.episodes import to_table
 from palestra.text.rollouts.metrics import member_name
 
+EPISODE_KEYS = ("env", "seed", "seats", "error", "traceback", "picture")
+NODE_KEYS = ("parent", "depth", "chosen", "done", "truncated", "success")
+SEAT_KEYS = ("reward", "advantage", "invalid", "draw")
+TURN_KEYS = ("seat", "policy", "stop", "reward", "advantage")
+TEXT_COLUMNS = ("observation", "observation_json", "answer", "thought", "invalid", "info", "node_error")
 BASE_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
+MAX_NODES = 4000  # nodes of a tree that are sent: a screen cannot resolve more
+MAX_TEXT_CHARS = 60_000  # characters sent of one text
+Row = dict[str, Any]
 
 
 @lru_cache(maxsize=8)
@@ -39,8 +47,7 @@ def find_tokenizer(base: str) -> Tokenizer | None:
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Returns one text per id; joined they are the whole text. "" for a token that ends inside a multi-byte
-    character."""
+    """Returns one text per id; joined they are the whole. "" inside a multi-byte character."""
     stream = DecodeStream(skip_special_tokens=False)
     return [stream.step(tokenizer, number) or "" for number in ids]
 
@@ -55,37 +62,6 @@ def _places(base: str) -> list[Path]:
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     folder = home / "hub" / f"models--{base.replace('/', '--')}" / "snapshots"
     return sorted(folder.glob("*/tokenizer.json"))
-
-
-STRUCTURE_COLUMNS = [
-    "node",
-    "parent",
-    "depth",
-    "chosen",
-    "done",
-    "truncated",
-    "seat",
-    "reward",
-    "team_reward",
-    "advantage",
-]
-FLAG_COLUMNS = ["success", "invalid", "draw"]
-TEXT_COLUMNS = [
-    "node",
-    "parent",
-    "seat",
-    "policy",
-    "observation",
-    "observation_json",
-    "answer",
-    "thought",
-    "stop",
-    "reward",
-    "invalid",
-]
-MAX_NODES = 4000  # nodes of a tree that are sent: a screen cannot resolve more
-MAX_TEXT_CHARS = 60_000  # characters sent of one text
-Row = dict[str, Any]
 
 
 def read_rows(path: Path, episode: int, columns: list[str] | None = None) -> list[Row]:
@@ -104,17 +80,13 @@ def read_rows(path: Path, episode: int, columns: list[str] | None = None) -> lis
 
 def tree_view(path: Path, episode: int) -> dict[str, Any]:
     """Returns the nodes with rewards and flags by seat; `left_out` counts the nodes beyond `MAX_NODES`."""
-    rows = read_rows(
-        path, episode, ["env", "seed", "seats", "error", "traceback", "picture", *STRUCTURE_COLUMNS, *FLAG_COLUMNS]
-    )
+    rows = read_rows(path, episode, [*EPISODE_KEYS, "node", *NODE_KEYS, "team_reward", "seat", *SEAT_KEYS])
     nodes: dict[int, Row] = {}
     for row in rows:
         if row["node"] is not None:
             node = nodes.setdefault(row["node"], _bone(row))
             if row["seat"] is not None:
-                node["seats"][row["seat"]] = {
-                    key: row[key] for key in ("reward", "advantage", "invalid", "draw") if row.get(key) is not None
-                }
+                node["seats"][row["seat"]] = {key: row[key] for key in SEAT_KEYS if row.get(key) is not None}
     head = {key: rows[0][key] for key in ("env", "seed", "error")}
     head |= {"traceback": rows[0].get("traceback"), "picture": rows[0].get("picture") or ""}
     head |= {"seats": json.loads(rows[0]["seats"])}
@@ -122,22 +94,19 @@ def tree_view(path: Path, episode: int) -> dict[str, Any]:
 
 
 def _bone(row: Row) -> Row:
-    keys = ("parent", "depth", "chosen", "done", "truncated", "success")
-    return {"id": row["node"], **{key: row[key] for key in keys}, "team": row["team_reward"], "seats": {}}
+    return {"id": row["node"], **{key: row[key] for key in NODE_KEYS}, "team": row["team_reward"], "seats": {}}
 
 
 def last_played_node(nodes: list[Row]) -> int:
-    """Returns the id of the node where the first finished trajectory ended, else of the last played node, else of the
-    root."""
+    """Returns the node where the first trajectory ended, else the last played, else the root."""
     played = [node for node in nodes if node["chosen"]]
     return int(next((node for node in played if node["done"]), [*nodes[:1], *played][-1])["id"])
 
 
 def path_texts(path: Path, episode: int, node: int) -> list[Row]:
-    """Returns observations and answers on the path from the root to `node`, one entry per joint step; of a conversation
-    only the messages new to the seat. Raises NotFound if there is no such node, ValueError if the parents form a
-    cycle."""
-    rows = read_rows(path, episode, [*TEXT_COLUMNS, "team_reward", "advantage", "info", "node_error"])
+    """Returns observations and answers from the root to `node`, of a conversation only the new
+    messages. Raises NotFound without such a node, ValueError if the parents form a cycle."""
+    rows = read_rows(path, episode, ["node", "parent", "team_reward", *TURN_KEYS, *TEXT_COLUMNS])
     if all(row["node"] != node for row in rows):
         raise NotFound(f"the episode has no node {node}")
     return _line(rows, node)
@@ -168,9 +137,8 @@ def _joint(rows: list[Row], seen: dict[str, Any]) -> Row:
     info = json.loads(rows[0]["info"] or "{}")
     node = Node(rows[0]["node"], None, 0, {}, {}, info=info)
     turns = [_turn(row, seen) | _invalid(row, node) for row in rows if row["seat"] is not None]
-    shown = {
-        key: value for key, value in info.items() if key not in ("invalid", "why_invalid")
-    }  # shown with the answers
+    # the others are shown with the answers
+    shown = {key: value for key, value in info.items() if key not in ("invalid", "why_invalid")}
     if rows[0].get("node_error"):
         shown["error"] = truncate_text(rows[0]["node_error"])
     return {"node": node.id, "team": rows[0]["team_reward"], "info": shown, "turns": turns}
@@ -184,7 +152,7 @@ def _invalid(row: Row, node: Node) -> Row:
 
 
 def _turn(row: Row, seen: dict[str, Any]) -> Row:
-    turn = {key: row[key] for key in ("seat", "policy", "stop", "reward", "advantage") if row[key] is not None}
+    turn = {key: row[key] for key in TURN_KEYS if row[key] is not None}
     if row["observation"] is not None:
         turn["observation"] = _news(parse_observation(row), seen.get(row["seat"]))
         seen[row["seat"]] = parse_observation(row)

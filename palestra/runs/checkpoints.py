@@ -41,11 +41,8 @@ SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: the state after `step`.
-
-    `names` maps each saved item (policy or state) to its folder below `path`. `entry` is the whole line of
-    checkpoints.jsonl, the writer's own entries included.
-    """
+    """A complete checkpoint: the state after `step`. `names` maps each policy to its folder below
+    `path`. `entry` is the whole line of checkpoints.jsonl."""
 
     step: int
     path: Path
@@ -88,19 +85,15 @@ class Checkpoint:
 
 
 def list_checkpoints(path: str | Path) -> list[Checkpoint]:
-    """Returns the complete checkpoints of the run at `path`, by step.
-
-    Needs no lock, and compares file sizes only; `Checkpoint.damage` compares contents. Raises DamagedFile if a line of
-    checkpoints.jsonl differs from what was written, or names a path outside the run.
-    """
+    """Returns the complete checkpoints of the run at `path`, by step. Needs no lock, and compares
+    sizes only; `Checkpoint.damage` compares contents. Raises DamagedFile if a line of
+    checkpoints.jsonl differs from what was written, or names a path outside the run."""
     return [checkpoint for checkpoint in list_all_checkpoints(path) if _complete(checkpoint)]
 
 
 def list_all_checkpoints(path: str | Path) -> list[Checkpoint]:
-    """Returns all checkpoints that the run at `path` ever had, pruned ones included, by step.
-
-    Raises DamagedFile if a line of checkpoints.jsonl differs from what was written.
-    """
+    """Returns all checkpoints that the run at `path` ever had, by step. Raises DamagedFile for a
+    line that differs from what was written."""
     path = Path(path) / CHECKPOINTS_FILE
     if not path.exists():
         return []

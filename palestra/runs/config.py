@@ -1,5 +1,4 @@
-"""Config keys shared by runs: of all kinds (`RunConfig`), and of language agents and vectorised envs
-(`PolicyRunConfig`)."""
+"""Config keys shared by runs: of all kinds (`RunConfig`), and of policies (`PolicyRunConfig`)."""
 
 from __future__ import annotations
 
@@ -61,10 +60,7 @@ class RunConfig(StrictModel):
 
 
 class PolicyRunConfig(RunConfig):
-    """Base config of a run that trains the policies it names.
-
-    A subclass narrows the types of `policies`, `algorithm` and `evals`, and adds the length of the run.
-    """
+    """Base config of a run that trains policies; a subclass narrows types and adds the length."""
 
     reserved_names: ClassVar[tuple[str, ...]] = (TEAM,)  # TEAM: metrics of all policies together
 

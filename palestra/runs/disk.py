@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from palestra.core.files import DamagedFile
-from palestra.runs.settings import CONFIG_FILE
+from palestra.runs.settings import CONFIG_FILE, resume_command
 
 REMEDIES = {
     errno.ENOSPC: "free some space on that disk",
@@ -33,8 +33,7 @@ ERRNO_PATTERN = re.compile(r"os error (\d+)|code: (\d+)")  # errno in error mess
 
 @contextmanager
 def explain_disk_errors(run: Path | None = None) -> Iterator[None]:
-    """Context that turns a disk error into DamagedFile, with a remedy and, if `run` can be resumed, the command for
-    it."""
+    """Context that turns a disk error into DamagedFile, with a remedy and how to resume `run`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -46,7 +45,7 @@ def explain_disk_errors(run: Path | None = None) -> Iterator[None]:
             what = f"cannot use {error.filename}"
         remedy = REMEDIES[number]
         if run and (run / CONFIG_FILE).exists():
-            remedy += f", then resume with: palestra train --resume {run}"
+            remedy += f", then resume with: {resume_command(run)}"
         raise DamagedFile(f"{what}: {os.strerror(number)}; {remedy}") from error
 
 

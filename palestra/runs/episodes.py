@@ -75,14 +75,13 @@ OPTIONAL_COLUMNS = (
     "experts_shape",
     "thought",
     "node_error",
-)  # optional columns
+)
+NODE_COLUMNS = ("parent", "depth", "chosen", "done", "truncated", "team_reward")  # fields of `Node`
 
 
 def to_table(step: int, episodes: list[Episode], *, first: int = 0) -> pa.Table:
-    """Returns the rows of `SCHEMA` for the episodes of one training step, numbered from `first` on.
-
-    Raises ValueError if an observation or info holds a value that cannot be stored as JSON.
-    """
+    """Returns the rows of `SCHEMA` of episodes, numbered from `first` on. Raises ValueError if a
+    value cannot be stored as JSON."""
     rows = [{"step": step, "episode": i} | row for i, episode in enumerate(episodes, first) for row in _rows(episode)]
     return pa.Table.from_pylist(rows, schema=SCHEMA)
 
@@ -155,18 +154,9 @@ def _draws(episode: Episode) -> dict[tuple[int, Seat | None], int]:
 
 
 def _node_row(node: Node) -> dict[str, Any]:
-    return {
-        "node": node.id,
-        "parent": node.parent,
-        "depth": node.depth,
-        "chosen": node.chosen,
-        "done": node.done,
-        "truncated": node.truncated,
-        "team_reward": node.team_reward,
-        "node_error": node.error,
-        "success": None if node.success is None else node.success >= 0.5,
-        "info": _json(node.info),
-    }
+    success = None if node.success is None else node.success >= 0.5
+    row = {"node": node.id, "node_error": node.error, "success": success, "info": _json(node.info)}
+    return row | {name: getattr(node, name) for name in NODE_COLUMNS}
 
 
 def _seat_row(node: Node, seat: Seat, seats: dict[Seat, str]) -> dict[str, Any]:
@@ -249,15 +239,14 @@ def _read_observation(row: dict[str, Any]) -> Any:
 
 
 def _add(episode: Episode, row: dict[str, Any], path: str | Path) -> Node:
-    """Adds one row to the tree, and creates its node if the row is the node's first. Returns the node. Raises
-    ValueError if nodes before it are missing."""
+    """Adds one row to the tree, and its node if that is new; returns the node."""
     if not episode.nodes or episode.nodes[-1].id != row["node"]:
         if row["node"] != len(episode.nodes) or not (row["parent"] is None or 0 <= row["parent"] < row["node"]):
             raise ValueError(
                 f"rows of episode {row['episode']} are missing in {path}, or in another order: keep or drop whole "
                 "episodes, or number those of joined files one after the other"
             )
-        fields = {name: row[name] for name in ("parent", "depth", "team_reward", "chosen", "done", "truncated")}
+        fields = {name: row[name] for name in NODE_COLUMNS}
         fields |= {"info": json.loads(row["info"]), "error": row["node_error"]}
         episode.nodes.append(Node(row["node"], observations={}, answers={}, **fields))
     node = episode.nodes[-1]

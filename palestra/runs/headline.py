@@ -32,8 +32,7 @@ def training_success_label(config: Tree) -> str:
 
 
 def training_return_label(config: Tree) -> str:
-    """Returns the name of the return that a run with this resolved config logs in training, likewise; for networks,
-    "training return (sampled actions)"."""
+    """Returns the name of the return in training; for networks with "(sampled actions)"."""
     if size := _search_size(config):
         return f"search return (best of {size})"
     if _is_of_networks(config):
@@ -58,9 +57,8 @@ def _algorithms(config: Tree) -> list[Tree]:
 
 
 def algorithm_label(config: Tree, steps: int | None = None) -> str:
-    """Returns the names of the algorithms that a run with this resolved config trains by, in order: "sft, then ppo";
-    "ppo and dqn" where policies have algorithms of their own; with `steps`, of those in its first so many training
-    steps. "" if it has none."""
+    """Returns the names of a run's algorithms in order: "sft, then ppo"; "ppo and dqn" where
+    policies have their own; with `steps`, of its first so many training steps."""
     names = []
     start = 0
     for stage in config.get("stages") or [{}]:
@@ -78,8 +76,7 @@ def _name_of(config: Tree, algorithm: Tree) -> str:
 
 
 def total_steps(config: Tree) -> int | None:
-    """Returns the number of training steps of a run with this resolved config, over all stages; None if it does not
-    count steps."""
+    """Returns a run's training steps over all stages; None if it does not count steps."""
     stages = config.get("stages") or [{}]
     return sum(stage.get("steps") or config.get("steps") or 0 for stage in stages) or None
 
@@ -122,8 +119,7 @@ def returns_by_name(line: Tree) -> dict[str, float]:
 
 
 def success_by_name(line: Tree) -> dict[str, float]:
-    """Returns the success rates that a line of metrics shows: "success", or that of each team where opponents have
-    their own; empty without any."""
+    """Returns the success rates of a line of metrics: "success", or those of opposing teams."""
     return {"success": line["success"]} if "success" in line else _by_team(line, TEAM_SUCCESS)
 
 
@@ -156,8 +152,7 @@ def _by_team(line: Tree, start: str) -> dict[str, float]:
 
 
 def format_eval(line: Tree) -> str:
-    """Formats the main metric of an evaluation: "85.0%", "-12.40 ± 1.10", or the success or return of each team or
-    seat."""
+    """Formats an evaluation's main metric: "85.0%", "-12.40 ± 1.10", or that of each team."""
     if rates := success_by_name(line):
         return format_success(rates)
     if "return" in (returns := returns_by_name(line)):
@@ -222,8 +217,7 @@ def eval_interval(line: Tree) -> tuple[float, float] | None:
 
 
 def return_half_width(line: Tree) -> float | None:
-    """Returns half the width of the 95 % interval of an evaluation's mean return (normal approximation); None if it is
-    not known."""
+    """Returns half the width of the 95 % interval (normal) of a mean return; None if unknown."""
     played = line.get("episodes")
     deviation = line.get("deviation")
     half = line.get("return_ci95")

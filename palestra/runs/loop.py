@@ -19,7 +19,8 @@ from palestra.core.types import Episode, Metrics
 from palestra.core.user_functions import check_overrides
 from palestra.parallel.process_group import ProcessGroup
 from palestra.runs import Checkpoint
-from palestra.runs.replays import GameReplay, ReplayHeader
+from palestra.runs.null_run import AnyRun
+from palestra.runs.settings import resume_command
 
 CHECKPOINT_INTERVAL_S = 600.0  # seconds of training that a killed run loses at most, if it can be saved at any step
 
@@ -53,8 +54,7 @@ class Callback:
 
 
 def check_callbacks(callbacks: Any) -> None:
-    """Raises ValueError unless `callbacks` are objects of classes of `Callback`, whose hooks are called and take what
-    they are called with."""
+    """Raises ValueError unless `callbacks` are of subclasses of `Callback`, with its hooks only."""
     hooks = [name for name in vars(Callback) if name.startswith("on_")]
     for callback in callbacks if isinstance(callbacks, list | tuple) else [callbacks]:
         if not isinstance(callback, Callback) or callback is callbacks:
@@ -70,8 +70,7 @@ def check_callbacks(callbacks: Any) -> None:
 
 @dataclass(kw_only=True)
 class Evaluation:
-    """A held-out evaluation of `episodes` episodes, played after every `every` steps (0: only before and after
-    training)."""
+    """A held-out evaluation, played every `every` steps (0: only before and after training)."""
 
     name: str
     episodes: int
@@ -80,27 +79,6 @@ class Evaluation:
     def is_due(self, step: int, steps: int) -> bool:
         """True before the first step (`step` = -1), after the last, and after every `every` steps in between."""
         return step + 1 in (0, steps) or (self.every > 0 and (step + 1) % self.every == 0)
-
-
-class RunProtocol(Protocol):
-    """The part of `Run` that training writes to; processes of rank above 0 use a `NullRun` in its place."""
-
-    next_step: int
-
-    @property
-    def path(self) -> Path: ...
-    def log_metrics(self, step: int, policy: str, metrics: Mapping[str, Any], /) -> None: ...
-    def log_timings(self, step: int, policy: str, metrics: Mapping[str, Any], /) -> None: ...
-    def log_eval(self, step: int, name: str, metrics: Mapping[str, Any], /) -> None: ...
-    def log_workers(self, step: int, /) -> None: ...
-    def write_episodes(self, step: int, episodes: list[Episode], /) -> Any: ...
-    def write_eval_episodes(self, step: int, name: str, episodes: list[Episode], /) -> Any: ...
-    def write_replays(self, step: int, name: str, header: ReplayHeader, replays: Sequence[GameReplay], /) -> Any: ...
-    def sync(self) -> None: ...
-    def resume(self) -> Checkpoint | None: ...
-    def checkpoint(
-        self, step: int, write: Callable[[Path], None], info: Mapping[str, Any] | None = None, keep: bool = False
-    ) -> Any: ...
 
 
 Collected = TypeVar("Collected")
@@ -153,23 +131,21 @@ class Trainer(Protocol[Collected, Update]):
     def evals(self) -> Sequence[Evaluation]:
         """The held-out evaluations that this process plays."""
 
-    def open(self, run: RunProtocol, callback: Callback) -> AbstractContextManager[None]:
+    def open(self, run: AnyRun, callback: Callback) -> AbstractContextManager[None]:
         """Context for the steps from `run.next_step` on; holds the processes and event loops that they need."""
 
     def collect(self, step: int) -> Collected:
         """Plays and returns the episodes or the rollout of `step`."""
 
     def update(self, step: int, collected: Collected) -> Update:
-        """Trains the policies on what `collect` returned; returns what is logged of the step. Raises RunFailed if
-        training cannot continue."""
+        """Trains on what `collect` returned; returns what is logged. Raises RunFailed."""
 
     def log(self, step: int, updates: Sequence[Update]) -> Mapping[str, Metrics]:
         """Writes metrics and timings of the steps since the last logged one, of which `updates` are the results, to
         the run. Returns the metrics by policy, and those of all together as "team"."""
 
     def evaluate(self, step: int, evaluation: Any) -> dict[str, Any]:
-        """Plays one of `evals` after `step` with the current weights. Returns its metrics. Raises RunFailed if too
-        many episodes failed."""
+        """Plays one of `evals` after `step`; returns its metrics. Raises RunFailed if many fail."""
 
     def save(self, step: int, folder: Path) -> None:
         """Writes the state after `step`: a folder for each of `policy_names`, and the rest of the training state."""
@@ -180,7 +156,7 @@ class Trainer(Protocol[Collected, Update]):
 
 def run_training(
     trainer: Trainer[Collected, Update],
-    run: RunProtocol,
+    run: AnyRun,
     callback: Callback | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     *,
@@ -200,7 +176,7 @@ def run_training(
     any_rank = trainer.ranks.any_rank
     saved_at = time.monotonic()
     updates: list[Update] = []  # since the last logged step
-    with trainer.open(run, callback), trainer.ranks.explain_lost_rank(resume_command(run)):
+    with trainer.open(run, callback), trainer.ranks.explain_lost_rank(resume_command(run.path)):
         if run.next_step == 0:
             play_evals(trainer, run, -1, callback)
         for step in range(run.next_step, trainer.steps):
@@ -242,10 +218,9 @@ def step_span(step: int) -> AbstractContextManager[Any]:
 
 
 def play_evals(
-    trainer: Trainer[Any, Any], run: RunProtocol, step: int, callback: Callback, *, due_only: bool = True
+    trainer: Trainer[Any, Any], run: AnyRun, step: int, callback: Callback, *, due_only: bool = True
 ) -> None:
-    """Plays the evaluations that are due after `step` (with `due_only=False` all) and writes their metrics to the
-    run."""
+    """Plays the evaluations due after `step` (without `due_only` all), and logs their metrics."""
     for evaluation in trainer.evals:
         if not due_only or evaluation.is_due(step, trainer.steps):
             callback.on_progress(f"evaluating {evaluation.name}", 0, 0)
@@ -255,21 +230,18 @@ def play_evals(
             callback.on_eval(step, evaluation.name, metrics)
 
 
-def save_checkpoint(trainer: Trainer[Any, Any], run: RunProtocol, step: int, *, keep: bool) -> None:
+def save_checkpoint(trainer: Trainer[Any, Any], run: AnyRun, step: int, *, keep: bool) -> None:
     """Writes a checkpoint after `step`. With `keep` it is never pruned."""
     names = {name: name for name in trainer.policy_names}
     with span("checkpoint", step=step):
-        run.checkpoint(step, lambda folder: trainer.save(step, folder), {"names": names}, keep=keep)
+        run.checkpoint(step, lambda folder: trainer.save(step, folder), names, keep=keep)
 
 
-def restore_checkpoint(trainer: Trainer[Any, Any], run: RunProtocol) -> int:
-    """Restores the run and the trainer from the newest intact checkpoint, on every rank. Returns the next step to
-    train.
-
-    Raises ValueError if the run has checkpoints and none can be loaded, or if a rank does not have the checkpoint.
-    """
+def restore_checkpoint(trainer: Trainer[Any, Any], run: AnyRun) -> int:
+    """Restores run and trainer from the newest intact checkpoint, on every rank; returns the next
+    step. Raises ValueError if none of the checkpoints can be loaded, or a rank does not have it."""
     ranks = trainer.ranks
-    with ranks.explain_lost_rank(resume_command(run)):
+    with ranks.explain_lost_rank(resume_command(run.path)):
         checkpoint = run.resume()
         run.next_step, checkpoint = ranks.broadcast((run.next_step, checkpoint))
         if checkpoint and not ranks.all_ranks(checkpoint.path.exists()):
@@ -280,11 +252,6 @@ def restore_checkpoint(trainer: Trainer[Any, Any], run: RunProtocol) -> int:
             with checkpoint.explain_load_errors():
                 trainer.load(checkpoint)
     return run.next_step
-
-
-def resume_command(run: RunProtocol) -> str:
-    """Returns the command that continues `run`."""
-    return f"palestra train --resume {run.path}"
 
 
 @dataclass

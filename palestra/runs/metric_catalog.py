@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """A metric `name` of the file `log`.jsonl. `panel` is the dashboard's heading; with `has_evals` its chart also has
-    the curves of evaluations."""
+    """A metric of `log`.jsonl under a heading; with `has_evals` its chart has evaluations too."""
 
     name: str
     title: str

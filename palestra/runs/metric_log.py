@@ -50,8 +50,7 @@ class MetricLog:
         self._last: dict[str, dict[str, Any]] = {}
 
     def refresh(self) -> None:
-        """Reads lines added since the last call, at most about `MAX_READ_BYTES` bytes; reads everything again if the
-        file was truncated or rewritten."""
+        """Reads new lines, about `MAX_READ_BYTES` at most; all again if the file was rewritten."""
         with self._lock:
             stat = (file_size(self.path), self.path.stat().st_mtime_ns if self.path.exists() else 0)
             if stat == self._stat:
@@ -66,8 +65,7 @@ class MetricLog:
                 self._stat = stat if self._read(file) else (-1, -1)
 
     def _seek_to_read_position(self, file: BinaryIO, length: int) -> None:
-        """Seeks to the end of what was read; to the start, forgetting everything, if the bytes before that point
-        changed."""
+        """Seeks to the end of what was read; to the start if the bytes before that changed."""
         file.seek(self._offset - len(self._mark))
         if length < self._offset or file.read(len(self._mark)) != self._mark:
             self._begin()

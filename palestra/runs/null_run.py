@@ -37,7 +37,7 @@ class NullRun:
         return None
 
     def checkpoint(
-        self, step: int, write: Callable[[Path], None], info: Mapping[str, Any] | None = None, keep: bool = False
+        self, step: int, write: Callable[[Path], None], names: Mapping[str, str] | None = None, keep: bool = False
     ) -> None:
         """Calls `write`, which may contain collective operations, with a temporary folder that is then deleted."""
         with tempfile.TemporaryDirectory(prefix="palestra-") as folder:
@@ -53,8 +53,11 @@ class NullRun:
         """Does nothing."""
 
 
+AnyRun = Run | NullRun  # what training writes to
+
+
 @contextmanager
-def run_on_rank_zero(ranks: ProcessGroup, open_run: Callable[[], Run]) -> Iterator[Run | NullRun]:
+def run_on_rank_zero(ranks: ProcessGroup, open_run: Callable[[], Run]) -> Iterator[AnyRun]:
     """Context with this rank's view of the run: on rank 0 the run that `open_run` opens, on others a `NullRun`. The
     group is left if the block ends without an error."""
     run = open_run() if ranks.is_rank_zero else None

@@ -54,8 +54,7 @@ class GameReplay:
 
 @dataclass(kw_only=True)
 class ReplayHeader:
-    """Fields that all replays of a file share. `players` are the policies by seat; `action_names` and `seat_colours`
-    are as in `VectorEnv`."""
+    """What all replays of a file share; `players` are by seat, the rest as in `VectorEnv`."""
 
     env: str
     seats: Sequence[Seat]

@@ -138,11 +138,8 @@ class Run:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Opens an existing run for writing. Call `resume` before training continues; evaluations can be added without
-        it.
-
-        Raises ValueError if `path` is not a run, or another process is writing it.
-        """
+        """Opens an existing run for writing; before training continues, call `resume`. Raises
+        ValueError if `path` is no run, or another process writes it."""
         run = cls(find_run(path))
         run.is_new = False
         return run
@@ -205,8 +202,7 @@ class Run:
         self._logs[name].fsync()
 
     def append_checksummed(self, name: str, line: Mapping[str, Any]) -> None:
-        """Appends a line with a checksum, which `read_checksummed` verifies, to the log file `name`. It is on disk on
-        return."""
+        """Appends a line for `read_checksummed` to the log `name`. It is on disk on return."""
         self._log(name).write(to_checksummed_line(line))
         self._logs[name].fsync()
 
@@ -223,13 +219,11 @@ class Run:
         return self._write_table(f"episodes/{step_name(step)}.parquet", to_table(step, episodes))
 
     def write_replays(self, step: int, name: str, header: ReplayHeader, replays: Sequence[GameReplay]) -> Path:
-        """Writes the replays of evaluation `name` after `step` (-1: before training) and returns their path. A second
-        call replaces the file."""
+        """Writes the replays of an evaluation after `step` (-1: before training)."""
         return self._write_table(eval_file(REPLAYS_FOLDER, name, step), replay_table(header, replays))
 
     def write_eval_episodes(self, step: int, name: str, episodes: list[Episode]) -> Path:
-        """Writes the episodes of evaluation `name` after `step` (-1: before training) and returns their path. A second
-        call replaces the file."""
+        """Writes the episodes of an evaluation likewise."""
         return self._write_table(eval_file(EVAL_EPISODES_FOLDER, name, step), to_table(step, episodes))
 
     def _write_table(self, name: str, table: pa.Table) -> Path:
@@ -246,14 +240,14 @@ class Run:
             log.fsync()
 
     def checkpoint(
-        self, step: int, write: Callable[[Path], None], info: Mapping[str, Any] | None = None, keep: bool = False
+        self, step: int, write: Callable[[Path], None], names: Mapping[str, str] | None = None, keep: bool = False
     ) -> Checkpoint:
         """Saves the state after `step`: `write` fills the folder that it is given. The checkpoint is complete and on
         disk on return.
 
-        `info` is added to the line of checkpoints.jsonl; its "names" become `Checkpoint.names`. Older checkpoints are
-        then pruned: the newest two remain, and those saved with `keep`. Raises DamagedFile if the run's folder is not
-        where it was opened: its path would be made anew beside it.
+        `names` become `Checkpoint.names`. Older checkpoints are then pruned: the newest two remain, and those saved
+        with `keep`. Raises DamagedFile if the run's folder is not where it was opened: its path would be made anew
+        beside it.
         """
         lock = self.path / ".lock"
         if not lock.exists() or not os.path.samestat(lock.stat(), os.fstat(self._lock.fileno())):
@@ -261,14 +255,11 @@ class Run:
                 f"{self.path} was moved or removed during training, which ends here: --resume the run where it is now"
             )
         folder = self.path / CHECKPOINTS_FOLDER / step_name(step)
-        for name in (info or {}).get("names", {}).values():
+        names = dict(names or {})
+        for name in names.values():
             path_inside(folder, name)
-        line: dict[str, Any] = {
-            "step": step,
-            "path": f"{CHECKPOINTS_FOLDER}/{folder.name}",
-            "keep": keep,
-            **(info or {}),
-        }
+        path = f"{CHECKPOINTS_FOLDER}/{folder.name}"
+        line: dict[str, Any] = {"step": step, "path": path, "keep": keep, "names": names}
 
         def commit(complete: Path) -> None:
             self.sync()  # the log lines that the checksums cover must be on disk first
@@ -279,7 +270,7 @@ class Run:
         atomic_folder(folder, write, commit=commit)
         self.next_step = step + 1
         self._prune()
-        return Checkpoint(step, folder, line.get("names", {}), line)
+        return Checkpoint(step, folder, names, line)
 
     def resume_notes(self) -> list[str]:
         """Returns a note for the user if the run began with other versions of packages or on another processor, and one

@@ -38,8 +38,7 @@ class Series(NamedTuple):
 
 
 class RunLogs:
-    """The logs of the run at `path`: each file is read once, when it is first used. Raises DamagedFile for a line that
-    is not a JSON object."""
+    """The logs of the run at `path`, each read once, when first used. Raises DamagedFile."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -110,8 +109,7 @@ def group_lines(lines: Iterable[Line], key: str) -> dict[str, list[Line]]:
 
 
 def series_of(lines: Iterable[Line], key: str, x_key: str = "step") -> Series:
-    """Returns `key` over `x_key` of the lines that have both as numbers. A key with a dot, such as `returns.red`, is an
-    inner one."""
+    """Returns `key` over `x_key` where both are numbers; `returns.red` is an inner key."""
     points = [(x, y) for line in lines if _is_number(y := _inner(line, key)) and _is_number(x := line.get(x_key))]
     x, y = np.array(points, float).reshape(-1, 2).T
     return Series(x, np.where(np.isfinite(y), y, np.nan))
@@ -128,8 +126,7 @@ def _is_number(value: Any) -> bool:
 
 
 def counter_at(steps: np.ndarray, logged_at: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Returns a counter of the run [T] after these steps [T]: linear between the lines that log it, 0 before
-    training."""
+    """Returns a counter [T] after these steps [T]: linear between the lines that log it, from 0."""
     return np.interp(steps, np.concatenate([[-1.0], logged_at]), np.concatenate([[0.0], counts]))
 
 

@@ -1,8 +1,8 @@
-"""Verification of a run's config on resume: it must equal the one it started with, unless extended by
-`Run.replace_config`."""
+"""Check of a run's config on resume: only `Run.replace_config` may have changed it."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,14 @@ def find_run(path: str | Path) -> Path:
     return path
 
 
+def resume_command(path: Path) -> str:
+    """Returns the command that continues the run at `path`."""
+    return f"palestra train --resume {shlex.quote(str(path))}"
+
+
 def check_run_folder(path: Path) -> None:
-    """Checks that the folder of a run or a published agent has no link that leads out of it and no special files,
-    except in the folder that the W&B package writes, in which palestra opens nothing. Raises DamagedFile as
-    `check_folder` does."""
+    """Checks that a run's or agent's folder has no special files and no links that lead out, but in
+    W&B's. Raises DamagedFile as `check_folder` does."""
     check_folder(path, except_for=[WANDB_FOLDER])
 
 

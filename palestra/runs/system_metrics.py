@@ -47,8 +47,7 @@ COUNTED = {*(f"worker_{key}" for key in COUNTERS), "process_cpu_seconds"}  # the
 
 
 def system_samples(path: Path, log: MetricLog) -> Iterator[Sample]:
-    """Yields the samples of the run at `path`, whose workers.jsonl is `log`: those of its workers, of its processes on
-    this machine, and of the machine."""
+    """Yields samples of a run's workers, from `log`, of its processes here, and of the machine."""
     log.refresh()
     for row in worker_rows(log):
         labels = {"kind": row["kind"], "where": row["where"]}
@@ -116,8 +115,7 @@ def process_table(pids: list[int]) -> list[dict[str, Any]]:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """Returns the CPU seconds, user and system, that a process has used (field 14 and 15 of /proc/PID/stat); None
-    without /proc or the process."""
+    """Returns a process's CPU seconds (fields 14 and 15 of /proc/PID/stat); None if unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -126,8 +124,7 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def machine_info() -> dict[str, float | None]:
-    """Returns the machine's cores, load of the last minute, memory and available memory in bytes; None where the system
-    does not report it."""
+    """Returns cores, load of the last minute, and bytes of memory; None where unknown."""
     try:
         rows = dict(row.split(":", 1) for row in Path("/proc/meminfo").read_text().splitlines() if ":" in row)
         sizes = {key: int(rows[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable")}
@@ -139,8 +136,7 @@ def machine_info() -> dict[str, float | None]:
 
 
 def process_info(pid: int) -> dict[str, Any]:
-    """Returns name, resident memory (bytes) and number of threads of a process from /proc; only the pid without
-    /proc."""
+    """Returns name, resident bytes and threads of a process; only the pid without /proc."""
     found: dict[str, Any] = {"pid": pid}
     try:
         rows = dict(row.split(":", 1) for row in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in row)

@@ -20,7 +20,8 @@ from palestra.envs.vector_base import GamesDiffer, VectorEnv
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.runs import Checkpoint
 from palestra.runs.headline import DEV_EVAL
-from palestra.runs.loop import Callback, Evaluation, PhaseTimer, RunProtocol, read_clocks
+from palestra.runs.loop import Callback, Evaluation, PhaseTimer, read_clocks
+from palestra.runs.null_run import AnyRun
 from palestra.vector.learners.nets import NetLearner
 from palestra.vector.learners.teams import JointLearner
 from palestra.vector.policies.base import VectorPolicy
@@ -77,7 +78,7 @@ class VectorTrainer:
     notes: Sequence[str] = ()  # about the env, to be printed before training
     resume_notes: list[str] = field(default_factory=list)  # about the checkpoint, likewise; set by `load`
 
-    run: RunProtocol = field(init=False, repr=False)  # set while the trainer is open
+    run: AnyRun = field(init=False, repr=False)  # set while the trainer is open
 
     @property
     def policy_names(self) -> list[str]:
@@ -100,7 +101,7 @@ class VectorTrainer:
         return first + np.arange(self.num_envs)
 
     @contextmanager
-    def open(self, run: RunProtocol, callback: Callback) -> Iterator[None]:
+    def open(self, run: AnyRun, callback: Callback) -> Iterator[None]:
         """Context in which the run is trained; ends the envs and the other processes."""
         self.run = run
         try:

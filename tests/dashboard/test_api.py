@@ -287,7 +287,7 @@ def test_checkpoint_download_omits_training_state(tmp_path):
         (folder / "red" / "member.json").write_text('{"version": 12}')
 
     with Run.open(path) as run:
-        run.checkpoint(0, write, {"names": {"red": "red"}})
+        run.checkpoint(0, write, {"red": "red"})
     client = TestClient(build_dashboard(tmp_path), base_url=HERE)
     (red,) = [policy for policy in get(client, "runs/kept/agents")["policies"] if policy["checkpoints"]]
     assert red["name"] == "red" and red["checkpoints"][0]["version"] == 12
@@ -405,7 +405,7 @@ def test_agents_have_the_outcome_of_each_held_out_instance_and_the_best_checkpoi
             solved = outcomes.count("1") / 4
             run.log_eval(step, "test", {"success": solved, "episodes": 4.0, "outcomes": outcomes})
             if step >= 0:
-                run.checkpoint(step, lambda folder: (folder / "a").mkdir(), {"names": {"a": "a"}}, keep=True)
+                run.checkpoint(step, lambda folder: (folder / "a").mkdir(), {"a": "a"}, keep=True)
     found = get(TestClient(build_dashboard(tmp_path), base_url=HERE), "runs/learned/agents")
     (evaluation,) = found["evals"]
     assert [line["outcomes"] for line in evaluation["lines"]] == ["1000", "1101", "1010"]
@@ -425,10 +425,7 @@ def test_opponents_have_their_own_success_and_their_own_best_checkpoint(tmp_path
         for step, won in ((0, 0.75), (1, 0.25)):
             run.log_eval(step, "test", {"success.a": won, "success.b": 1 - won, "return": 0.0, "episodes": 4.0})
             run.checkpoint(
-                step,
-                lambda folder: [(folder / name).mkdir() for name in "ab"],
-                {"names": {"a": "a", "b": "b"}},
-                keep=True,
+                step, lambda folder: [(folder / name).mkdir() for name in "ab"], {"a": "a", "b": "b"}, keep=True
             )
     client = TestClient(build_dashboard(tmp_path), base_url=HERE)
     best = {

@@ -71,7 +71,7 @@ def write_run(root: Path, name: str) -> Path:
     with Run.open(path) as run:
         run.log_eval(2, "test", {"success": 0.5, "episodes": 100.0})
         names = {"planner": "planner", "executor": "executor"}
-        run.checkpoint(2, lambda folder: [write_policy(folder / seat) for seat in names] and None, {"names": names})
+        run.checkpoint(2, lambda folder: [write_policy(folder / seat) for seat in names] and None, names)
     return path
 
 

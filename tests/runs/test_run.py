@@ -42,7 +42,7 @@ def train(run: Run, steps: int) -> None:
         run.log_timings(step, "planner", {"seconds": 0.5})
         run.write_episodes(step, [episode(step)])
         run.log_eval(step, "held-out", {"success": step / 100})
-        run.checkpoint(step, lambda folder, step=step: write_weights(folder, step), {"names": {"coder": "a"}})
+        run.checkpoint(step, lambda folder, step=step: write_weights(folder, step), {"coder": "a"})
 
 
 def write_weights(folder: Path, step: int) -> None:

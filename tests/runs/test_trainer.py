@@ -14,7 +14,8 @@ from palestra.core.failures import RunFailed
 from palestra.core.types import TEAM, Metrics
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.runs import Checkpoint, Run, list_checkpoints, read_lines
-from palestra.runs.loop import Callback, Evaluation, RunProtocol, play_evals, restore_checkpoint, run_training
+from palestra.runs.loop import Callback, Evaluation, play_evals, restore_checkpoint, run_training
+from palestra.runs.null_run import AnyRun
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Counter:
     logged: list[list[int]] = field(default_factory=list)  # the updates of each logged step
 
     @contextmanager
-    def open(self, run: RunProtocol, callback: Callback) -> Iterator[None]:
+    def open(self, run: AnyRun, callback: Callback) -> Iterator[None]:
         self.run = run
         self.events.append("open")
         try:

@@ -226,8 +226,7 @@ class NetworkAgent:
 
 
 def _find_converter(env: VectorEnv) -> Any:
-    """Returns the game of PettingZoo's or Gymnasium's interface in an env, which has encoders and decoders; None for
-    palestra's own envs."""
+    """Returns the game of PettingZoo or Gymnasium in an env; None for palestra's own envs."""
     if isinstance(env, PackageVectorEnv):
         env = env.inner
     if not isinstance(env, SyncVectorEnv) or not hasattr(env.single_envs[0], "obs_encoders"):
@@ -236,8 +235,7 @@ def _find_converter(env: VectorEnv) -> Any:
 
 
 def _seat_of(name: str, run: Path, tree: Tree, env: VectorEnv) -> Seat:
-    """Returns the first seat that a run's policy plays, or a population's member, whose player is a seat or plays
-    all."""
+    """Returns the first seat that a run's policy plays, or a population's member."""
     if "population" in tree:
         player = next((member.player for member in read_members(run) if member.name == name), "")
         return player if player in env.seats else env.seats[0]

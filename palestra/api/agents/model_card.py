@@ -32,8 +32,7 @@ HUB_REPO = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def model_card(agent: TrainedAgent, *, base: str, licence: str | None, folder: str) -> str:
-    """Returns the README.md of an agent published in a folder named `folder`: Markdown with the Hugging Face Hub's YAML
-    header."""
+    """Returns the README.md of an agent published in `folder`, with the hub's YAML header."""
     tree: Tree = {}
     evals: dict[str, list[Tree]] = {}
     if agent.run:

@@ -48,8 +48,7 @@ TOKENIZER_THREAD = ThreadPoolExecutor(1, "tokens")  # one thread: tokenisers are
 
 
 def load_agents(agents: Sequence[TrainedAgent], device: str) -> dict[str, ServedAgent]:
-    """Returns the agents with their weights loaded, by name. Raises ValueError if two have the same name, or one is a
-    network."""
+    """Returns the loaded agents by name. Raises ValueError for equal names, or a network."""
     names = [agent.name for agent in agents]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"two agents are called {twice}: serve them at two ports")
@@ -65,11 +64,8 @@ def serve_agents(
     print_line: Callable[[str], None],
     hosts: Sequence[str] = (),
 ) -> None:
-    """Answers requests until SIGTERM or Ctrl-C, then finishes those in progress. `api_key` (None: any) is the API key
-    that every request needs; `hosts` are allowed host names on loopback.
-
-    Raises ValueError if the address is taken.
-    """
+    """Answers requests with `api_key` (None: any) until a stop signal, then those in progress.
+    `hosts` are allowed host names on loopback. Raises ValueError if the address is taken."""
     server = ChatServer(host, port, hosts=hosts, limits=replace(HTTP_LIMITS, max_requests=MAX_REQUESTS))
     asyncio.run(_serve(agents, server, api_key, print_line))
 
@@ -82,7 +78,13 @@ async def _serve(
     on_stop(lambda: loop.call_soon_threadsafe(over.set), DRAIN_TIMEOUT_S + FORCED_EXIT_DELAY_S)
 
     def deliver(asked: ChatCall) -> None:  # runs on the server's thread; policies run on this one
-        _passed_on(asyncio.run_coroutine_threadsafe(agents[asked.model].answer(asked), loop), asked.answer)
+        answering = asyncio.run_coroutine_threadsafe(_answer(agents[asked.model], asked), loop)
+
+        def stop_if_cancelled(answer: Future[str | ChatReply]) -> None:
+            if answer.cancelled():
+                answering.cancel()
+
+        asked.answer.add_done_callback(stop_if_cancelled)
 
     ChatSession(list(agents), deliver, server=server, key=key or ANY_KEY)
     say(f"{', '.join(served.agent.versioned_name for served in agents.values())} at {server.url}")
@@ -92,23 +94,13 @@ async def _serve(
     await asyncio.to_thread(server.close)
 
 
-def _passed_on(source: Future[ChatReply], to: Future[str | ChatReply]) -> None:
-    """Copies the outcome of `source` to `to`; cancelling `to` cancels `source`."""
-
-    def copy_result(source: Future[ChatReply]) -> None:
-        if to.cancelled() or source.cancelled():
-            return
-        if error := source.exception():
-            to.set_exception(error)
-        else:
-            to.set_result(source.result())
-
-    def pass_on_cancel(to: Future[str | ChatReply]) -> None:
-        if to.cancelled():
-            source.cancel()
-
-    source.add_done_callback(copy_result)
-    to.add_done_callback(pass_on_cancel)
+async def _answer(agent: ServedAgent, asked: ChatCall) -> None:
+    """Sets the answer of a call, or the exception."""
+    try:
+        asked.answer.set_result(await agent.answer(asked))
+    except Exception as error:
+        if not asked.answer.done():
+            asked.answer.set_exception(error)
 
 
 class ServedAgent:
@@ -267,11 +259,8 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def read_api_key(variable: str | None, file: Path | None) -> str | None:
-    """Returns the API key from an environment variable or the first line of a file; None (any key is accepted) if
-    neither is given.
-
-    Raises ValueError if both are given, or if the key is missing or empty.
-    """
+    """Returns the API key from an environment variable or the first line of a file; None (any key
+    is accepted) without either. Raises ValueError for both, and for a missing or empty key."""
     if variable and file:
         raise ValueError("pass only one of --key-env and --key-file")
     key = ""

@@ -200,7 +200,9 @@ def _policies(path: Path, tree: Tree, step: int | None) -> dict[str, TrainedAgen
     roles = _roles(config)
     policies = config.policies_at(checkpoint.step)
     return {
-        name: _agent(name, folder, path, checkpoint, _speech(policies[name]), roles.get(name, ""))
+        name: _agent(
+            name, folder, path, checkpoint, _speech(policies[name].model_dump(mode="json")), roles.get(name, "")
+        )
         for name, folder in folders.items()
     }
 
@@ -242,11 +244,11 @@ def _lm_settings(tree: Tree) -> Tree:
     oracle = tree.get("oracle") or {}
     if oracle.get("type") != "language":
         return {}
-    return {key: value for key, value in (oracle.get("policy") or {}).items() if key in LM_SETTINGS}
+    return _speech(oracle.get("policy") or {})
 
 
-def _speech(policy: Any) -> Tree:
-    return {key: value for key, value in policy.model_dump(mode="json").items() if key in LM_SETTINGS}
+def _speech(policy: Tree) -> Tree:
+    return {key: value for key, value in policy.items() if key in LM_SETTINGS}
 
 
 def _roles(config: TextConfig) -> dict[str, str]:

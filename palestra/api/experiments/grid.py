@@ -43,8 +43,7 @@ class GridTask(StrictModel):
         return self
 
     def normalise(self, value: float) -> float:
-        """Returns the normalised score of a value of the metric: 0 and 1 at the ends of `score_range`, and linear
-        between and beyond them."""
+        """Returns a value's score: linear, 0 and 1 at the ends of `score_range`."""
         zero, one = self.score_range
         return (value - zero) / (one - zero)
 
@@ -94,8 +93,7 @@ class GridConfig(StrictModel):
 
     @property
     def keys(self) -> list[tuple[str, str, int]]:
-        """Task, algorithm and seed of each cell, seed by seed, so that the first results cover all tasks and
-        algorithms."""
+        """Task, algorithm and seed of each cell, seed by seed, so that all are begun early."""
         cells = product(self.seeds, self.tasks, self.algorithms)
         return [(task, algorithm, seed) for seed, task, algorithm in cells]
 

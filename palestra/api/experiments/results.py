@@ -153,16 +153,12 @@ def write_results(results: GridResults, data: dict[str, Any], root: Path) -> lis
 
 
 def results_data(results: GridResults) -> dict[str, Any]:
-    """Returns the results as JSON data: values by algorithm, task and seed, aggregates, probabilities of improvement
-    and missing cells."""
+    """Returns values, aggregates, probabilities of improvement and missing cells for JSON."""
     complete = results.complete
     return {
         "grid": results.grid.name,
         "metrics": results.metrics,
-        "values": {
-            algorithm: {task: _with_text_keys(by_seed) for task, by_seed in tasks.items()}
-            for algorithm, tasks in results.values.items()
-        },
+        "values": results.values,
         "aggregates": {
             algorithm: {name: estimate(statistic, scores)._asdict() for name, statistic in STATISTICS.items()}
             for algorithm, scores in complete.items()
@@ -174,10 +170,6 @@ def results_data(results: GridResults) -> dict[str, Any]:
         "missing": results.missing,
         "unscored": results.unscored,
     }
-
-
-def _with_text_keys(by_seed: dict[int, float]) -> dict[str, float]:
-    return {str(seed): value for seed, value in by_seed.items()}
 
 
 # ---- the page

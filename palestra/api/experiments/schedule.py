@@ -7,15 +7,16 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from palestra.api.experiments.grid import GridCell, GridTask
-from palestra.core.config import allow_modules_in, dump, load
+from palestra.core.config import Tree, allow_modules_in, dump, load, parse
 from palestra.core.failures import one_line
-from palestra.core.files import read_lines, remove_path, to_json_line
+from palestra.core.files import JsonlWriter, read_lines, remove_path, to_json_line
 from palestra.parallel.processes import StoppableProcess, exit_reason, exit_with_parent, leave_signals_to_parent
 from palestra.runs.settings import flatten_tree
 
@@ -43,8 +44,7 @@ class CellProcess(Protocol):
 
 @dataclass(frozen=True)
 class CellResult:
-    """Status of a cell that ended, its wall time in this call, and for a failed cell the reason (the last line of its
-    log)."""
+    """Status of a cell that ended, its wall time in this call, and why it failed ("" if not)."""
 
     cell: GridCell
     status: Status
@@ -88,9 +88,8 @@ def check_score(request: LaunchRequest, task: GridTask) -> None:
         raise ValueError(f"eval: the config has no evaluation {task.eval}; it has {', '.join(names)}")
 
 
-def _first_difference(stored: dict[str, Any], request: Any) -> str:
-    from palestra.core.config import parse
-
+def _first_difference(stored: Tree, request: LaunchRequest) -> str:
+    """Returns the first setting in which a run differs from the grid; null equals a missing key."""
     old = flatten_tree(stored)
     new = flatten_tree(parse(dump(request.config)))
     for key in dict.fromkeys([*new, *old]):
@@ -171,10 +170,9 @@ def _result(cell: GridCell, code: int, seconds: float, root: Path) -> CellResult
 
 def _record(result: CellResult, root: Path) -> None:
     line = {"cell": result.cell.name, "status": result.status, "seconds": round(result.seconds, 1)}
-    with open(root / CELLS_FILE, "ab") as file:
+    with closing(JsonlWriter(root / CELLS_FILE)) as file:
         file.write(to_json_line(line))
-        file.flush()
-        os.fsync(file.fileno())
+        file.fsync()
 
 
 def _train_cell(tree: dict[str, Any], name: str, root: Path, folder: Path, stop: Event) -> None:

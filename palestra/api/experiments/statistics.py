@@ -27,8 +27,7 @@ class Estimate(NamedTuple):
 
 
 def interquartile_mean(scores: Scores) -> float:
-    """Returns the mean of the middle half of all scores: a quarter of the runs, rounded down, is left out at each
-    end."""
+    """Returns the mean of the middle half: a quarter, rounded down, is left out at each end."""
     return float(trim_mean(np.concatenate(scores), 0.25))
 
 
@@ -69,12 +68,12 @@ def probability_of_improvement(ours: Scores, theirs: Scores) -> float:
     return float(np.mean(each))
 
 
-def estimate_improvement(ours: Scores, theirs: Scores, seed: int = 0) -> Estimate:
+def estimate_improvement(ours: Scores, theirs: Scores) -> Estimate:
     """Returns the probability of improvement with its stratified bootstrap interval."""
     value = probability_of_improvement(ours, theirs)
     if min(len(runs) for runs in [*ours, *theirs]) < 2:
         return Estimate(value, None)
-    pairs = zip(resamples(ours, seed), resamples(theirs, seed + 1), strict=True)
+    pairs = zip(resamples(ours, 0), resamples(theirs, 1), strict=True)
     return Estimate(value, interval([probability_of_improvement(x, y) for x, y in pairs]))
 
 
@@ -83,9 +82,9 @@ def performance_profile(scores: Scores, thresholds: np.ndarray) -> np.ndarray:
     return np.mean([(runs[:, None] > thresholds).mean(0) for runs in scores], axis=0)
 
 
-def profile_bounds(scores: Scores, thresholds: np.ndarray, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def profile_bounds(scores: Scores, thresholds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the pointwise lower and upper bound [K] of a performance profile."""
-    drawn = np.stack([performance_profile(sample, thresholds) for sample in resamples(scores, seed)])
+    drawn = np.stack([performance_profile(sample, thresholds) for sample in resamples(scores, 0)])
     low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
     return low, high
 

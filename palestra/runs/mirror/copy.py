@@ -36,7 +36,7 @@ from palestra.runs.checkpoints import (
 )
 from palestra.runs.mirror.config import MirrorConfig
 from palestra.runs.mirror.store import NUM_THREADS, CopyState, RunStore, StoreError, run_url
-from palestra.runs.settings import META_FILE, find_run, read_meta
+from palestra.runs.settings import META_FILE, find_run, read_meta, resume_command
 
 STATUS_FILE = "mirror.json"  # in the run's folder: the state of the mirror, and why it fails; not copied itself
 STAGING_FOLDER = ".mirror-links"  # in the run: links to checkpoints being sent; no .tmp-*, which a resume removes
@@ -132,10 +132,8 @@ class Mirror:
         self._stored: dict[str, object] = {}  # files in the store; what identifies the contents that were sent
 
     def open(self) -> None:
-        """Takes the copy over, or begins it: a process that wrote it before can write no more.
-
-        Raises MirrorTaken if the copy is of another run or ahead of this folder, or the folder is no copy of a run.
-        """
+        """Takes the copy over, or begins it: another process that wrote it can write no more.
+        Raises MirrorTaken if it is of another run or ahead, or no copy of a run."""
         own = read_run_state(self.run)
         found = self.store.read_state()
         names = self.store.list_files()
@@ -150,10 +148,8 @@ class Mirror:
         self._write_status("")
 
     def sync(self, *, always: bool = True) -> bool:
-        """Sends the newest state; unless `always`, only if the run has a new one. Returns True if something was sent.
-
-        Raises MirrorTaken if another process has begun to write the copy. An exception is recorded in mirror.json.
-        """
+        """Sends the newest state; unless `always`, only a new one. Returns whether something was
+        sent. Raises MirrorTaken if another process has begun to write the copy."""
         seen = run_progress(self.run)
         if seen == self._seen and not always:
             return False
@@ -317,8 +313,7 @@ def repeat(act: Callable[[], object], policy: RetryPolicy) -> None:
 
 
 def mirror_status(run: Path) -> dict[str, Any]:
-    """Returns the status of a run's mirror: `failing_since` (None: it does not fail), `error`, `state`, ...; {} if it
-    has none."""
+    """Returns the contents of a run's mirror.json; {} if it has no mirror."""
     try:
         return read_json(run / STATUS_FILE, dict, {})
     except DamagedFile:
@@ -339,7 +334,7 @@ def mirror_run(run: Path, config: MirrorConfig | None, warn: Warn) -> Iterator[N
         try:
             repeat(mirror.open, OPEN_RETRY)
         except BaseException as error:
-            error.add_note(f"nothing was trained; once that is fixed: palestra train --resume {shlex.quote(str(run))}")
+            error.add_note(f"nothing was trained; once that is fixed: {resume_command(run)}")
             raise
         stop = threading.Event()
         thread = threading.Thread(target=mirror.follow, args=(stop, warn), name="mirror", daemon=True)

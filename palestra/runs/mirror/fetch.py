@@ -30,11 +30,11 @@ class Fetched(NamedTuple):
     passed_over: list[str]
 
 
-def fetch_run(url: str, root: Path, max_bytes: float = DEFAULT_MAX_GIB * GIB) -> Fetched:
+def fetch_run(url: str, root: Path, max_gib: float = DEFAULT_MAX_GIB) -> Fetched:
     """Downloads the run at `url` into the folder `root`, and compares its checkpoints with their checksums.
 
     A run that is there already is left as it is. Raises StoreError if the store fails; ValueError if there is no copy,
-    it has more than `max_bytes` bytes or more than the disk has free, or `root` has an older one or another run of the
+    it has more than `max_gib` GiB or more than the disk has free, or `root` has an older one or another run of the
     name; DamagedFile if no checkpoint is intact, or the copy holds what no run has.
     """
     store = RunStore(url)
@@ -50,7 +50,7 @@ def fetch_run(url: str, root: Path, max_bytes: float = DEFAULT_MAX_GIB * GIB) ->
         root.mkdir(parents=True, exist_ok=True)
         passed_over: list[str] = []
         try:
-            atomic_folder(path, partial(_download, store, state, max_bytes, passed_over))
+            atomic_folder(path, partial(_download, store, state, max_gib, passed_over))
             return Fetched(path, state, True, passed_over)
         except ValueError as error:
             shutil.rmtree(root / f"{TEMPORARY_PREFIX}{path.name}", ignore_errors=True)
@@ -59,14 +59,14 @@ def fetch_run(url: str, root: Path, max_bytes: float = DEFAULT_MAX_GIB * GIB) ->
     raise DamagedFile(f"{store.url} changes faster than it can be read: stop the process that writes it, or try again")
 
 
-def _download(store: RunStore, state: CopyState, max_bytes: float, passed_over: list[str], folder: Path) -> None:
+def _download(store: RunStore, state: CopyState, max_gib: float, passed_over: list[str], folder: Path) -> None:
     """Downloads a copy into `folder`; adds messages on checkpoints that are not intact to `passed_over`."""
     is_population = state.unit == "tasks"
     lists = {}
     for name in POPULATION_LISTS if is_population else (CHECKPOINTS_FILE,):
         lists[name] = store.read(name, GIB) or b""
     sizes = store.list_files()
-    _check_size(store.url, sum(sizes.values()), folder.parent, max_bytes)
+    _check_size(store.url, sum(sizes.values()), folder.parent, max_gib)
     names = sizes.keys() - lists.keys()
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         list(pool.map(lambda name: store.download(name, sizes[name], path_inside(folder, name)), names))
@@ -80,11 +80,11 @@ def _download(store: RunStore, state: CopyState, max_bytes: float, passed_over: 
         passed_over += [message.replace(str(folder), store.url) for message in found]
 
 
-def _check_size(url: str, size: int, root: Path, max_bytes: float) -> None:
+def _check_size(url: str, size: int, root: Path, max_gib: float) -> None:
     free = shutil.disk_usage(root).free
-    if size > max_bytes:
+    if size > max_gib * GIB:
         raise ValueError(
-            f"the run has {size / GIB:,.1f} GiB, and {max_bytes / GIB:,.1f} are fetched unless you say so: "
+            f"the run has {size / GIB:,.1f} GiB, and {max_gib:,.1f} are fetched unless you say so: "
             f"palestra fetch {url} --root {root} --max-gib {math.ceil(size / GIB)}"
         )
     if size > free:

@@ -84,8 +84,7 @@ class RunStore:
 
     @contextmanager
     def _file_system(self) -> Iterator[tuple[Any, str]]:
-        """Context that yields the fsspec file system and the path of the copy in it, and turns any
-        error of the store's client into StoreError."""
+        """Context with the file system and the copy's path; any error becomes StoreError."""
         try:
             yield self._client
         except DamagedFile:

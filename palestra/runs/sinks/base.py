@@ -130,11 +130,8 @@ class SinksConfig(StrictModel):
 
 
 def metrics_of_line(log: str, line: Mapping[str, Any]) -> tuple[int, Metrics]:
-    """Converts a line of the log file `log` to the number of completed steps and its metrics.
-
-    Metric names are paths: "planner/loss", "time/team/rollout_s", "eval/test/returns/planner". Values that are not
-    numbers are left out.
-    """
+    """Returns the number of completed steps of a log line, and its numbers by path: "planner/loss",
+    "time/team/rollout_s", "eval/test/returns/planner"."""
     owner = line.get("policy", line.get("name", "run"))
     rest = {key: value for key, value in line.items() if key not in ("step", "policy", "name")}
     values = flatten_tree(rest, f"{LOG_PREFIXES[log]}{owner}", separator="/")

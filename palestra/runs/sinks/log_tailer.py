@@ -30,8 +30,7 @@ Warn = Callable[[str], None]
 
 
 def read_new_lines(run: Path, offsets: dict[str, int]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the name of the log and the parsed line for each complete new line of a run's logs, and advances
-    `offsets`, the byte offset in each log."""
+    """Yields log and content of each new line of a run's logs, and advances `offsets`."""
     for log in LOG_PREFIXES:
         path = run / log
         # Not beyond the end: a resumed run truncates a log and writes it again.
@@ -58,10 +57,8 @@ def _read_offsets(path: Path) -> dict[str, int]:
 
 
 class SinkCursor:
-    """Sends a run's logs to one sink and stores the offsets sent. Opens the sink at the first new line.
-
-    A lock excludes other processes: raises ValueError if it is held. Methods also raise the tracker's exceptions.
-    """
+    """Sends a run's logs to one sink, opened at the first line, and stores the offsets sent. Raises
+    ValueError if another process does, and the tracker's exceptions."""
 
     def __init__(self, run: Path, config: Any) -> None:
         self.run = run
@@ -159,10 +156,8 @@ def follow_run(path: Path, sinks: SinkConfigs, warn: Warn) -> Iterator[None]:
 
 
 def send_logs(path: Path, config: Any, *, follow: bool = False) -> int:
-    """Sends the log lines that the sink lacks and returns their number; with `follow`, also new ones until Ctrl-C.
-
-    Raises ValueError if `path` is not a run, or another process sends its logs to this sink.
-    """
+    """Sends the lines that the sink lacks and returns their number; with `follow` until Ctrl-C.
+    Raises ValueError if `path` is no run, or another process does so."""
     with closing(SinkCursor(find_run(path), config)) as cursor:
         count = cursor.send()
         with suppress(KeyboardInterrupt):

@@ -39,7 +39,8 @@ from palestra.core.files import DamagedFile, atomic_write
 from palestra.core.types import Answer, Episode, Metrics
 from palestra.runs import NUM_KEPT, list_checkpoints
 from palestra.runs.episodes import load_episodes, to_table
-from palestra.runs.loop import Callback, PhaseTimer, RunProtocol, read_clocks, step_span
+from palestra.runs.loop import Callback, PhaseTimer, read_clocks, step_span
+from palestra.runs.null_run import AnyRun
 from palestra.text.rollouts.metrics import answers_of, member_name
 from palestra.text.training.trainer import CollectedEpisodes, Stage, TextTrainer, TextUpdate
 
@@ -150,7 +151,7 @@ class AsyncTextTrainer(TextTrainer):
     rollouts: AsyncRollouts = field(init=False, repr=False)  # set while the trainer is open
 
     @contextmanager
-    def open(self, run: RunProtocol, callback: Callback) -> Iterator[None]:
+    def open(self, run: AnyRun, callback: Callback) -> Iterator[None]:
         """As for `TextTrainer`, with the buffer of finished episodes. A run that is stopped finishes and stores every
         episode that has started; an error cancels them."""
         with super().open(run, callback):

@@ -19,7 +19,8 @@ from palestra.core.types import TEAM, AlgorithmState, Episode, Metrics, Seat
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.runs import Checkpoint
 from palestra.runs.eval_files import MAX_EVAL_EPISODES
-from palestra.runs.loop import Callback, Evaluation, PhaseTimer, RunProtocol, read_clocks, save_checkpoint
+from palestra.runs.loop import Callback, Evaluation, PhaseTimer, read_clocks, save_checkpoint
+from palestra.runs.null_run import AnyRun
 from palestra.text.learners.base import Learner
 from palestra.text.policies.base import Policy
 from palestra.text.rollouts.metrics import (
@@ -157,7 +158,7 @@ class TextTrainer:
     resume_notes: Sequence[str] = ()
 
     # Set while the trainer is open.
-    run: RunProtocol = field(init=False, repr=False)
+    run: AnyRun = field(init=False, repr=False)
     callback: Callback = field(init=False, repr=False)
     event_loop: asyncio.Runner = field(init=False, repr=False)
 
@@ -171,7 +172,7 @@ class TextTrainer:
         return sum(stage.steps for stage in self.stages)
 
     @contextmanager
-    def open(self, run: RunProtocol, callback: Callback) -> Iterator[None]:
+    def open(self, run: AnyRun, callback: Callback) -> Iterator[None]:
         """Context with an event loop and the processes of `worker_context`."""
         with self.worker_context(), asyncio.Runner() as self.event_loop:
             self.run = run

@@ -311,7 +311,7 @@ def test_nan_in_the_last_evaluation_is_no_score(tmp_path: Path) -> None:
             cells.write(f'{{"cell": "{name}", "status": "done", "seconds": 1}}\n')
     results = collect_results(file, folder)
     data = results_data(results)
-    assert data["values"] == {"dqn": {"two": {}}, "vdn": {"two": {"0": 3.0}}}
+    assert data["values"] == {"dqn": {"two": {}}, "vdn": {"two": {0: 3.0}}}
     assert data["unscored"] == ["two-dqn-0"] and data["missing"] == [] and list(data["aggregates"]) == ["vdn"]
     assert "Left out, since the last value of their metric is not a number: two-dqn-0." in results_page(results, data)
     with pytest.raises(NotANumber, match="two-dqn-0: the last evaluation held_out has no number for return"):

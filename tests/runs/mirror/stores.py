@@ -79,7 +79,7 @@ def train(run: Run, steps: int, frozen: bool = False) -> None:
             write_arrays(folder / "planner" / "weights.safetensors", {"w": np.full(64, float(step))})
             write_arrays(folder / "base" / "weights.safetensors", {"w": np.arange(50_000.0)})
 
-        run.checkpoint(step, write, {"names": {"planner": "planner", "base": "base"}})
+        run.checkpoint(step, write, {"planner": "planner", "base": "base"})
 
 
 def contents(run: Path) -> dict[str, bytes]:
