@@ -25,13 +25,13 @@ KLEstimator = Literal["k1", "k2", "k3"]
 Bound = float | Tensor
 
 
-def check_loss(result: Any, label: str) -> tuple[Tensor, TensorMetrics]:
-    """Returns what a loss returned. Raises ValueError, with the name of what computed it, unless it is a scalar with a
-    gradient, and metrics that are numbers under names that the run does not log itself."""
+def check_loss(result: Any, label: str, *, has_gradient: bool) -> tuple[Tensor, TensorMetrics]:
+    """Returns what a loss returned. Raises ValueError, with the name of what computed it, unless it is a scalar, with a
+    gradient if its inputs have one, and metrics that are numbers under names that the run does not log itself."""
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
         raise ValueError(f"{label} returned {_shown(result)}: return a scalar tensor and a dictionary of metrics")
     loss, metrics = result
-    if not isinstance(loss, Tensor) or loss.dim() > 0 or not loss.requires_grad:
+    if not isinstance(loss, Tensor) or loss.dim() > 0 or (has_gradient and not loss.requires_grad):
         raise ValueError(f"{label} returned {_shown(loss)} as loss: return a scalar tensor with a gradient")
     if taken := LOGGED_KEYS & metrics.keys():
         raise ValueError(f"{label} returned a metric {min(taken)}, which the run logs itself: give it another name")

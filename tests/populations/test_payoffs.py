@@ -233,5 +233,5 @@ def test_inconsistent_games_are_refused():
         made.set_exact(["r0", "b0"], [0, 0, 0])
     with pytest.raises(ValueError, match=r"strategies over \(1, 2\)"):
         allocate_games(made, [np.ones(1), np.ones(2) / 2], 5)
-    with pytest.raises(ValueError, match="two seats; this one has 3"):
+    with pytest.raises(ValueError, match="two seats, and this one has 3"):
         table(["all"] * 3, {"all": ["a"]}).pairwise_scores()

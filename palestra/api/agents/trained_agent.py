@@ -223,9 +223,10 @@ def _members(path: Path, tree: Tree, wanted: Sequence[str]) -> dict[str, Trained
     members = read_members(path)
     records = read_records(path / TASKS_FILE)
     done = {record.task.output_member for record in records} - {""}
-    names = [member.name for member in members if member.weights] or sorted(done)
-    member_folders(path, records, [name for name in names if name in wanted or not wanted])
+    names = [member.name for member in members] or sorted(done)
     paths = {name: path_inside(path / MEMBERS_DIR, name) for name in names}
+    stored = {member.name for member in members if member.weights} or done
+    member_folders(path, records, [name for name in names if name in stored and (name in wanted or not wanted)])
     players = {member.name: member.player for member in members}
     speech = _lm_settings(tree)
     roles: dict[str, str] = {}

@@ -115,7 +115,7 @@ class ActorCriticConfig(AlgorithmConfig):
         lines = []
         for logp, entropy, old_logp, advantage, own in zip(*inputs, strict=True):
             returned = self.loss(LossInputs(logp, entropy, old_logp, None, advantage, own))
-            loss, metrics = check_loss(returned, f"{type(self).__name__}.loss")
+            loss, metrics = check_loss(returned, f"{type(self).__name__}.loss", has_gradient=logp.requires_grad)
             total = total + loss
             if bonus:
                 total = total - bonus * (own * entropy).sum()
