@@ -13,11 +13,16 @@ from helpers.tolerances import LOGPROB_ATOL
 from hypothesis import given
 from hypothesis import strategies as st
 
+from palestra.engine.lora import low_rank
 from palestra.engine.lora.low_rank import (
+    MAX_KERNEL_ROWS,
+    BatchedProducts,
     GroupedLinear,
+    KernelProducts,
     RowColumns,
     add_by_masks,
     add_by_runs,
+    choose_products,
     columns_of,
     padded_rank,
     runs_of,
@@ -85,7 +90,7 @@ def test_gradients_of_grouped_products_are_those_of_each_row(given_blocks):
     x, y, a, b = matrices(counts, ranks)
     weight = torch.randn(y.shape[1], x.shape[1], generator=torch.Generator().manual_seed(1))
     leaves = [leaf.requires_grad_() for leaf in (x, a, b)]
-    found = GroupedLinear.apply(x, weight, None, a, b, runs_of(counts, ranks, x.device))
+    found = GroupedLinear.apply(x, weight, None, a, b, BatchedProducts(runs_of(counts, ranks, x.device)))
     first_R, rank_R = columns_of(counts, ranks)
     owns = [slice(first, first + rank) for first, rank in zip(first_R.tolist(), rank_R.tolist(), strict=True)]
     expected = torch.stack([row @ weight.T + (row @ a[own].T) @ b[own] for row, own in zip(x, owns, strict=True)])
@@ -110,6 +115,18 @@ def test_equal_blocks_of_one_rank_are_one_product():
     assert len(runs_of([8] * 64, [16] * 64, torch.device("cpu"))) == 1
     ranks = sorted(MIXED_RANKS)
     assert len(runs_of([8] * 64, ranks, torch.device("cpu"))) == 8
+
+
+def test_kernels_train_several_runs_of_few_rows(monkeypatch):
+    """One run takes as few launches without them, and many rows take longer than launches; a CPU has no kernels."""
+    x = torch.zeros(1)
+    assert isinstance(choose_products(x, [8] * 64, MIXED_RANKS), BatchedProducts)
+    monkeypatch.setattr(low_rank, "trains_by_kernels", lambda x: True)
+    assert isinstance(choose_products(x, [8] * 64, MIXED_RANKS), KernelProducts)
+    assert isinstance(choose_products(x, [8] * 64, [16] * 64), BatchedProducts)
+    limit = MAX_KERNEL_ROWS
+    assert isinstance(choose_products(x, [limit, limit], [4, 8]), KernelProducts)
+    assert isinstance(choose_products(x, [limit + 1, limit], [4, 8]), BatchedProducts)
 
 
 def test_64_adapters_of_mixed_ranks_answer_as_each_alone():
@@ -166,15 +183,22 @@ def by_triton(*arguments, **environment):
 @pytest.mark.timeout(300)
 def test_kernels_give_the_numbers_of_plain_torch():
     gaps = by_triton(TRITON_INTERPRET="1")
-    assert len(gaps) == 12
+    assert len(gaps) == 13
     assert all(gap < 1e-5 for gap in gaps.values()), gaps  # also if one is NaN
+
+
+@pytest.mark.timeout(300)
+def test_gradients_by_kernels_are_those_of_each_block():
+    gaps = by_triton("gradients", TRITON_INTERPRET="1")
+    assert len(gaps) == 15
+    assert all(gap < 1e-5 for gap in gaps.values()), gaps
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kernels_compile_for_gpus():
-    """For two generations of GPUs and three dtypes: six kernels."""
-    assert by_triton("compile") == 6 * 3 * 2
+    """For two generations of GPUs and three dtypes: seven kernels."""
+    assert by_triton("compile") == 7 * 3 * 2
 
 
 def test_columns_of_rows():
