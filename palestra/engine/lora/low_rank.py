@@ -409,18 +409,18 @@ def training_kernels_agree(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class GroupedLinear(torch.autograd.Function):
-    """`x W' + bias + (x A') B` with a frozen `W`, in the dtype of `x`, where each row has the A and B of its own
-    adapter; the gradients of A and B have the dtypes of A and B."""
+    """`x W' + bias + (x A') B` with a frozen `W` (None: `(x A') B` alone), in the dtype of `x`: each row has the A
+    and B of its own adapter; the gradients of A and B have the dtypes of A and B."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a_Ti: Tensor, b_To: Tensor, products: Products
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, a_Ti: Tensor, b_To: Tensor, products: Products
     ) -> Tensor:
         a_Ti = a_Ti.to(x.dtype)
         b_To = b_To.to(x.dtype)
         rows = x.flatten(0, -2).contiguous()
         inners = products.reduce_rows(rows, a_Ti)
-        out = linear(rows, weight, bias)
+        out = rows.new_zeros(len(rows), b_To.shape[1]) if weight is None else linear(rows, weight, bias)
         products.add_outputs(inners, out, b_To)
         ctx.save_for_backward(x, weight, a_Ti, b_To, *inners)
         ctx.products = products
@@ -437,7 +437,7 @@ class GroupedLinear(torch.autograd.Function):
         grad_b = products.sum_of_products(inners, grad_rows, len(b_To))
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = matmul(grad_rows, weight)
+            grad_x = torch.zeros_like(rows) if weight is None else matmul(grad_rows, weight)
             products.add_outputs(grad_inners, grad_x, a_Ti)
             grad_x = grad_x.view_as(x)
         return grad_x, None, None, grad_a, grad_b, None

@@ -86,21 +86,22 @@ class BlockRoute:
         if len(self.routes) == 1:
             return self.routes[0].linear(name, x, layer)  # no copy
         owners = [route.owner for route in self.routes]
-        is_small = x.is_cuda or sum(self.counts) <= MAX_GROUPED_ROWS * len(owners)
-        is_plain = type(layer) is nn.Linear and not torch.is_autocast_enabled(x.device.type)
-        if is_small and is_plain and all(owner.mergeable for owner in owners):
+        is_merged = type(layer) is nn.Linear and not x.is_cuda and sum(self.counts) > MAX_GROUPED_ROWS * len(owners)
+        can_group = all(owner.mergeable for owner in owners) and not torch.is_autocast_enabled(x.device.type)
+        if can_group and not is_merged:
             return self._linear_by_groups(name, x, layer, owners)
-        blocks = zip(self.routes, x.split(self.counts, dim=-2), strict=True)
-        return torch.cat([route.linear(name, block, layer) for route, block in blocks], dim=-2)
+        return linear_by_blocks(self.blocks(x.shape[-2]), own_output, name, x, layer)
 
-    def _linear_by_groups(self, name: str, x: Tensor, layer: nn.Linear, owners: Sequence[Adapter]) -> Tensor:
+    def _linear_by_groups(self, name: str, x: Tensor, layer: Any, owners: Sequence[Adapter]) -> Tensor:
         adapted = [owner for owner in owners if name in owner.weights]
         if not adapted:
             return own_output(layer, x)
         products, scale_T1 = self._group(name, x, owners)
         a_Ti = torch.cat([owner.weights[name][0] for owner in adapted])
         b_To = torch.cat([owner.weights[name][1].T for owner in adapted]) * scale_T1
-        return GroupedLinear.apply(x, layer.weight, layer.bias, a_Ti, b_To, products)
+        if type(layer) is nn.Linear:
+            return GroupedLinear.apply(x, layer.weight, layer.bias, a_Ti, b_To, products)
+        return own_output(layer, x) + GroupedLinear.apply(x, None, None, a_Ti, b_To, products)
 
     def _group(self, name: str, x: Tensor, owners: Sequence[Adapter]) -> tuple[Products, Tensor]:
         """Returns the products of a layer, and the scale of each column [T, 1] float32, which are copied to the device

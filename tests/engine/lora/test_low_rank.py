@@ -12,8 +12,13 @@ from helpers.recorded_steps import assert_equal_answers, recording, requests, sn
 from helpers.tolerances import LOGPROB_ATOL
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
+from palestra.engine.forward.quantized import QuantizedLinear
 from palestra.engine.lora import low_rank
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
 from palestra.engine.lora.low_rank import (
     MAX_KERNEL_ROWS,
     BatchedProducts,
@@ -27,7 +32,7 @@ from palestra.engine.lora.low_rank import (
     padded_rank,
     runs_of,
 )
-from palestra.engine.lora.routes import AdapterStack, MultiAdapterRoute
+from palestra.engine.lora.routes import AdapterStack, BlockRoute, MultiAdapterRoute, SingleAdapterRoute
 from palestra.engine.sampling.sampler import Sampler
 from palestra.testing import tiny_lm
 
@@ -127,6 +132,36 @@ def test_kernels_train_several_runs_of_few_rows(monkeypatch):
     limit = MAX_KERNEL_ROWS
     assert isinstance(choose_products(x, [limit, limit], [4, 8]), KernelProducts)
     assert isinstance(choose_products(x, [limit + 1, limit], [4, 8]), BatchedProducts)
+
+
+@pytest.mark.parametrize("kind", ["linear", "nf4", "conv1d"])
+def test_blocks_of_any_kind_of_layer_equal_each_adapter_alone(kind):
+    """Outputs and gradients; one of the adapters leaves the layer out. Layers with a forward of their own are called
+    once for all blocks."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 20) if kind != "conv1d" else Conv1D(20, 64)
+    layer = QuantizedLinear(layer, "nf4") if kind == "nf4" else layer.requires_grad_(False)
+    layers = {"one": layer, "other": nn.Linear(64, 20)}
+    configs = [LoraConfig(rank=rank, target_modules=[name]) for rank, name in ((3, "one"), (2, "other"), (8, "one"))]
+    adapters = [Adapter(layers, config, seed=number) for number, config in enumerate(configs)]
+    for adapter in adapters:
+        for _, b in adapter.weights.values():
+            b.data.normal_()
+    counts = [5, 4, 30]
+    x = torch.randn(1, sum(counts), 64, requires_grad=True)
+    grad = torch.randn(1, sum(counts), 20)
+    leaves = [x, *adapters[0].parameters(), *adapters[2].parameters()]
+    calls = []
+    if kind == "nf4":
+        layer.dequantize = lambda: calls.append(1) or QuantizedLinear.dequantize(layer)
+    joined = BlockRoute(adapters, counts).linear("one", x, layer)
+    assert len(calls) == (kind == "nf4")
+    pieces = zip(adapters, x.split(counts, 1), strict=True)
+    alone = torch.cat([SingleAdapterRoute(adapter).linear("one", piece, layer) for adapter, piece in pieces], 1)
+    torch.testing.assert_close(joined, alone, atol=1e-5, rtol=1e-5)
+    found = [torch.autograd.grad(output, leaves, grad) for output in (joined, alone)]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
 
 
 def test_64_adapters_of_mixed_ranks_answer_as_each_alone():
