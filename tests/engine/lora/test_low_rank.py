@@ -29,8 +29,10 @@ from palestra.engine.lora.low_rank import (
     add_by_runs,
     choose_products,
     columns_of,
+    kernels_agree,
     padded_rank,
     runs_of,
+    training_kernels_agree,
 )
 from palestra.engine.lora.routes import AdapterStack, BlockRoute, MultiAdapterRoute, SingleAdapterRoute
 from palestra.engine.sampling.sampler import Sampler
@@ -234,6 +236,13 @@ def test_gradients_by_kernels_are_those_of_each_block():
 def test_kernels_compile_for_gpus():
     """For two generations of GPUs and three dtypes: seven kernels."""
     assert by_triton("compile") == 7 * 3 * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_agree_on_a_gpu(dtype):
+    assert kernels_agree(torch.device("cuda"), dtype)
+    assert training_kernels_agree(torch.device("cuda"), dtype)
 
 
 def test_columns_of_rows():
