@@ -7,7 +7,9 @@ a row.
 
 A program of `reduce_rows` and `add_outputs` has a tile of rows. It goes through the adapters that these rows use, one
 after another, and leaves rows of another adapter as they are: 0 times a weight that is not finite is NaN. `reduce_rows`
-computes 16 columns of `x A'` from a share of the inputs, `add_outputs` adds a block of the outputs of `B`.
+computes 16 columns of `x A'` from a share of the inputs, `add_outputs` adds a block of the outputs of `B`. A program of
+`sum_rows` has 16 columns of one adapter: it sums the products of their values and a block of `x` over a share of the
+adapter's rows.
 """
 
 from __future__ import annotations
@@ -157,11 +159,12 @@ def reduce_rows(
     row = at + tl.arange(0, ROWS).to(tl.int64)
     column = chunk * COLUMNS + tl.arange(0, COLUMNS)
     first_R = tl.load(first_ptr + row, mask=row < rows, other=-2)
+    rank_R = tl.load(rank_ptr + row, mask=row < rows, other=0)
     inner = tl.zeros([ROWS, COLUMNS], tl.float32)
     while at < end:
         first = tl.load(first_ptr + at)
         rank = tl.load(rank_ptr + at)
-        own = first_R == first
+        own = (first_R == first) & (rank_R == rank)  # bare rows have the first column of the next adapter
         if chunk * COLUMNS < rank:
             a_row = layer * all_columns + first + column.to(tl.int64)
             for start in range(share * each, tl.minimum((share + 1) * each, inputs), BLOCK):
@@ -190,11 +193,12 @@ def add_outputs(
     end = tl.minimum(at + ROWS, rows)
     row = at + tl.arange(0, ROWS).to(tl.int64)
     first_R = tl.load(first_ptr + row, mask=row < rows, other=-2)
+    rank_R = tl.load(rank_ptr + row, mask=row < rows, other=0)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     while at < end:
         first = tl.load(first_ptr + at)
         rank = tl.load(rank_ptr + at)
-        own = first_R == first
+        own = (first_R == first) & (rank_R == rank)  # bare rows have the first column of the next adapter
         for start in range(0, rank, COLUMNS):
             column = start + tl.arange(0, COLUMNS)
             inner = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -209,3 +213,33 @@ def add_outputs(
     is_real = (row < rows)[:, None] & is_output[None, :]
     y = tl.load(y_at, mask=is_real, other=0.0)
     tl.store(y_at, (y.to(tl.float32) + total).to(y.dtype), mask=is_real)
+
+
+@triton.jit
+def sum_rows(
+    inner_ptr, x_ptr, tile_ptr, total_ptr,
+    rows, x_row, all_columns, inputs, shares, row_shares, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tile = tile_ptr + 5 * tl.program_id(0)
+    begin = tl.load(tile)
+    end = tl.load(tile + 1)
+    first = tl.load(tile + 2)
+    column = tl.load(tile + 3) + tl.arange(0, COLUMNS)
+    is_own = column < tl.load(tile + 4)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    each = tl.cdiv(tl.cdiv(end - begin, ROWS), row_shares) * ROWS
+    begin += tl.program_id(2) * each
+    total = tl.zeros([COLUMNS, BLOCK], tl.float32)
+    for start in range(begin, tl.minimum(begin + each, end), ROWS):
+        row = start + tl.arange(0, ROWS).to(tl.int64)
+        is_row = (row < end)[:, None]
+        inner = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for share in range(0, shares):
+            place = (share * rows + row) * width
+            inner += tl.load(inner_ptr + place[:, None] + column[None, :], mask=is_row & is_own[None, :], other=0.0)
+        x_at = x_ptr + row[:, None] * x_row + i[None, :]
+        x = tl.load(x_at, mask=is_row & (i < inputs)[None, :], other=0.0)
+        total += tl.dot(tl.trans(inner.to(x.dtype)), x, input_precision="ieee")
+    place = (tl.program_id(2) * all_columns + first + column.to(tl.int64)) * inputs
+    tl.store(total_ptr + place[:, None] + i[None, :], total, mask=is_own[:, None] & (i < inputs)[None, :])

@@ -26,10 +26,12 @@ from palestra.engine.forward.linear import linear, low_rank_grads, matmul
 from palestra.engine.lora.adapters import Adapter, Snapshot, layer_shape, own_output
 from palestra.engine.lora.low_rank import (
     GroupedLinear,
+    Products,
     RowColumns,
     Run,
     add_by_kernels,
     add_by_runs,
+    choose_products,
     columns_of,
     padded_rank,
     runs_of,
@@ -74,7 +76,8 @@ class BlockRoute:
     def __init__(self, adapters: Sequence[Adapter], counts: Sequence[int]) -> None:
         self.routes = [SingleAdapterRoute(adapter) for adapter in adapters]
         self.counts = list(counts)
-        self._runs: dict[tuple[int, ...], list[Run]] = {}  # by the adapters' ranks at a layer
+        # products and scales, by the adapters' ranks and scales at a layer
+        self._groups: dict[tuple[tuple[int, float], ...], tuple[Products, Tensor]] = {}
 
     def blocks(self, rows: int) -> list[tuple[SingleAdapterRoute, int]]:
         return list(zip(self.routes, self.counts, strict=True))
@@ -83,24 +86,33 @@ class BlockRoute:
         if len(self.routes) == 1:
             return self.routes[0].linear(name, x, layer)  # no copy
         owners = [route.owner for route in self.routes]
-        is_small = x.is_cuda or sum(self.counts) <= MAX_GROUPED_ROWS * len(owners)
-        is_plain = type(layer) is nn.Linear and not torch.is_autocast_enabled(x.device.type)
-        if is_small and is_plain and all(owner.mergeable for owner in owners):
+        is_merged = type(layer) is nn.Linear and not x.is_cuda and sum(self.counts) > MAX_GROUPED_ROWS * len(owners)
+        can_group = all(owner.mergeable for owner in owners) and not torch.is_autocast_enabled(x.device.type)
+        if can_group and not is_merged:
             return self._linear_by_groups(name, x, layer, owners)
-        blocks = zip(self.routes, x.split(self.counts, dim=-2), strict=True)
-        return torch.cat([route.linear(name, block, layer) for route, block in blocks], dim=-2)
+        return linear_by_blocks(self.blocks(x.shape[-2]), own_output, name, x, layer)
 
-    def _linear_by_groups(self, name: str, x: Tensor, layer: nn.Linear, owners: Sequence[Adapter]) -> Tensor:
-        ranks = tuple(len(owner.weights[name][0]) if name in owner.weights else 0 for owner in owners)
-        adapted = [owner for owner, rank in zip(owners, ranks, strict=True) if rank]
+    def _linear_by_groups(self, name: str, x: Tensor, layer: Any, owners: Sequence[Adapter]) -> Tensor:
+        adapted = [owner for owner in owners if name in owner.weights]
         if not adapted:
             return own_output(layer, x)
-        if ranks not in self._runs:
-            self._runs[ranks] = runs_of(self.counts, ranks, x.device)
-        scale_T = np.repeat([owner.scale_of(name) for owner in adapted], [rank for rank in ranks if rank])
+        products, scale_T1 = self._group(name, x, owners)
         a_Ti = torch.cat([owner.weights[name][0] for owner in adapted])
-        b_To = torch.cat([owner.weights[name][1].T for owner in adapted]) * a_Ti.new_tensor(scale_T)[:, None]
-        return GroupedLinear.apply(x, layer.weight, layer.bias, a_Ti.to(x.dtype), b_To.to(x.dtype), self._runs[ranks])
+        b_To = torch.cat([owner.weights[name][1].T for owner in adapted]) * scale_T1
+        if type(layer) is nn.Linear:
+            return GroupedLinear.apply(x, layer.weight, layer.bias, a_Ti, b_To, products)
+        return own_output(layer, x) + GroupedLinear.apply(x, None, None, a_Ti, b_To, products)
+
+    def _group(self, name: str, x: Tensor, owners: Sequence[Adapter]) -> tuple[Products, Tensor]:
+        """Returns the products of a layer, and the scale of each column [T, 1] float32, which are copied to the device
+        once for all layers with these ranks and scales."""
+        ranks = [len(owner.weights[name][0]) if name in owner.weights else 0 for owner in owners]
+        scales = [owner.scale_of(name) for owner in owners]
+        key = tuple(zip(ranks, scales, strict=True))
+        if key not in self._groups:
+            scale_T = torch.tensor(np.repeat(scales, ranks), dtype=torch.float32, device=x.device)
+            self._groups[key] = choose_products(x, self.counts, ranks), scale_T[:, None]
+        return self._groups[key]
 
     def narrow(self, keep_M: Tensor) -> BlockRoute:
         return BlockRoute([route.owner for route in self.routes], count_kept_rows(self.counts, keep_M))

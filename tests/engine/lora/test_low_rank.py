@@ -12,17 +12,29 @@ from helpers.recorded_steps import assert_equal_answers, recording, requests, sn
 from helpers.tolerances import LOGPROB_ATOL
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
+from palestra.engine.forward.quantized import QuantizedLinear
+from palestra.engine.lora import low_rank
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
 from palestra.engine.lora.low_rank import (
+    MAX_KERNEL_ROWS,
+    BatchedProducts,
     GroupedLinear,
+    KernelProducts,
     RowColumns,
     add_by_masks,
     add_by_runs,
+    choose_products,
     columns_of,
+    kernels_agree,
     padded_rank,
     runs_of,
+    training_kernels_agree,
 )
-from palestra.engine.lora.routes import AdapterStack, MultiAdapterRoute
+from palestra.engine.lora.routes import AdapterStack, BlockRoute, MultiAdapterRoute, SingleAdapterRoute
 from palestra.engine.sampling.sampler import Sampler
 from palestra.testing import tiny_lm
 
@@ -85,7 +97,7 @@ def test_gradients_of_grouped_products_are_those_of_each_row(given_blocks):
     x, y, a, b = matrices(counts, ranks)
     weight = torch.randn(y.shape[1], x.shape[1], generator=torch.Generator().manual_seed(1))
     leaves = [leaf.requires_grad_() for leaf in (x, a, b)]
-    found = GroupedLinear.apply(x, weight, None, a, b, runs_of(counts, ranks, x.device))
+    found = GroupedLinear.apply(x, weight, None, a, b, BatchedProducts(runs_of(counts, ranks, x.device)))
     first_R, rank_R = columns_of(counts, ranks)
     owns = [slice(first, first + rank) for first, rank in zip(first_R.tolist(), rank_R.tolist(), strict=True)]
     expected = torch.stack([row @ weight.T + (row @ a[own].T) @ b[own] for row, own in zip(x, owns, strict=True)])
@@ -110,6 +122,48 @@ def test_equal_blocks_of_one_rank_are_one_product():
     assert len(runs_of([8] * 64, [16] * 64, torch.device("cpu"))) == 1
     ranks = sorted(MIXED_RANKS)
     assert len(runs_of([8] * 64, ranks, torch.device("cpu"))) == 8
+
+
+def test_kernels_train_several_runs_of_few_rows(monkeypatch):
+    """One run takes as few launches without them, and many rows take longer than launches; a CPU has no kernels."""
+    x = torch.zeros(1)
+    assert isinstance(choose_products(x, [8] * 64, MIXED_RANKS), BatchedProducts)
+    monkeypatch.setattr(low_rank, "trains_by_kernels", lambda x: True)
+    assert isinstance(choose_products(x, [8] * 64, MIXED_RANKS), KernelProducts)
+    assert isinstance(choose_products(x, [8] * 64, [16] * 64), BatchedProducts)
+    limit = MAX_KERNEL_ROWS
+    assert isinstance(choose_products(x, [limit, limit], [4, 8]), KernelProducts)
+    assert isinstance(choose_products(x, [limit + 1, limit], [4, 8]), BatchedProducts)
+
+
+@pytest.mark.parametrize("kind", ["linear", "nf4", "conv1d"])
+def test_blocks_of_any_kind_of_layer_equal_each_adapter_alone(kind):
+    """Outputs and gradients; one of the adapters leaves the layer out. Layers with a forward of their own are called
+    once for all blocks."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 20) if kind != "conv1d" else Conv1D(20, 64)
+    layer = QuantizedLinear(layer, "nf4") if kind == "nf4" else layer.requires_grad_(False)
+    layers = {"one": layer, "other": nn.Linear(64, 20)}
+    configs = [LoraConfig(rank=rank, target_modules=[name]) for rank, name in ((3, "one"), (2, "other"), (8, "one"))]
+    adapters = [Adapter(layers, config, seed=number) for number, config in enumerate(configs)]
+    for adapter in adapters:
+        for _, b in adapter.weights.values():
+            b.data.normal_()
+    counts = [5, 4, 30]
+    x = torch.randn(1, sum(counts), 64, requires_grad=True)
+    grad = torch.randn(1, sum(counts), 20)
+    leaves = [x, *adapters[0].parameters(), *adapters[2].parameters()]
+    calls = []
+    if kind == "nf4":
+        layer.dequantize = lambda: calls.append(1) or QuantizedLinear.dequantize(layer)
+    joined = BlockRoute(adapters, counts).linear("one", x, layer)
+    assert len(calls) == (kind == "nf4")
+    pieces = zip(adapters, x.split(counts, 1), strict=True)
+    alone = torch.cat([SingleAdapterRoute(adapter).linear("one", piece, layer) for adapter, piece in pieces], 1)
+    torch.testing.assert_close(joined, alone, atol=1e-5, rtol=1e-5)
+    found = [torch.autograd.grad(output, leaves, grad) for output in (joined, alone)]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
 
 
 def test_64_adapters_of_mixed_ranks_answer_as_each_alone():
@@ -166,15 +220,29 @@ def by_triton(*arguments, **environment):
 @pytest.mark.timeout(300)
 def test_kernels_give_the_numbers_of_plain_torch():
     gaps = by_triton(TRITON_INTERPRET="1")
-    assert len(gaps) == 12
+    assert len(gaps) == 13
     assert all(gap < 1e-5 for gap in gaps.values()), gaps  # also if one is NaN
+
+
+@pytest.mark.timeout(300)
+def test_gradients_by_kernels_are_those_of_each_block():
+    gaps = by_triton("gradients", TRITON_INTERPRET="1")
+    assert len(gaps) == 15
+    assert all(gap < 1e-5 for gap in gaps.values()), gaps
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kernels_compile_for_gpus():
-    """For two generations of GPUs and three dtypes: six kernels."""
-    assert by_triton("compile") == 6 * 3 * 2
+    """For two generations of GPUs and three dtypes: seven kernels."""
+    assert by_triton("compile") == 7 * 3 * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_agree_on_a_gpu(dtype):
+    assert kernels_agree(torch.device("cuda"), dtype)
+    assert training_kernels_agree(torch.device("cuda"), dtype)
 
 
 def test_columns_of_rows():
