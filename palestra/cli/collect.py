@@ -48,8 +48,10 @@ def collect(  # noqa: PLR0913 - a parameter for each option
     seed: int = 0,
     in_process: InProcessOption = False,
 ) -> None:
-    """Record episodes as Parquet: with tokens, log-probabilities and rewards by seat, or of a vector env with
-    observations, actions and rewards by seat, for bc, gail, iql, cql and cql_sac.
+    """Record episodes as Parquet.
+
+    They have tokens, log-probabilities and rewards by seat, or, of a vector env, observations, actions and rewards by
+    seat, for bc, gail, iql, cql and cql_sac.
 
     Examples:
 

@@ -26,7 +26,9 @@ def describe_config(
     ] = None,
     key: Annotated[str | None, typer.Argument(help="show this key only")] = None,
 ) -> None:
-    """Describe the keys of a config: values, default and meaning.
+    """Describe the keys of a config.
+
+    Each has its values, its default and its meaning.
 
     Examples:
 

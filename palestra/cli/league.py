@@ -131,7 +131,9 @@ def plot(
     run: RunArgument,
     target: Annotated[Path | None, typer.Option("--out", help="the PNG (default: population.png in the run)")] = None,
 ) -> None:
-    """Plot the run: distance from equilibrium, payoffs, best responses, mixtures.
+    """Plot the run of a population.
+
+    The figures show the distance from equilibrium, payoffs, best responses and mixtures.
 
     Example:
 

@@ -19,7 +19,9 @@ def fetch(
     root: Annotated[Path, typer.Option(help="the folder that holds runs")] = Path("runs"),
     max_gib: Annotated[float, typer.Option(min=0, help="refuse a run with more GiB")] = 100,
 ) -> None:
-    """Download a run from an object store. Its checkpoints are compared with their checksums.
+    """Download a run from an object store.
+
+    Its checkpoints are compared with their checksums.
 
     Examples:
 

@@ -46,7 +46,9 @@ def play(  # noqa: PLR0913 - a parameter for each option
         str, typer.Option(help="the address that the page is served at; any other than localhost requires a token")
     ] = "127.0.0.1",
 ) -> None:
-    """Play one seat yourself; the other seats are played as in `palestra eval`. Ctrl-D gives up.
+    """Play one seat yourself.
+
+    The other seats are played as in `palestra eval`. Ctrl-D gives up.
 
     Examples:
 
@@ -94,7 +96,9 @@ def render(
         typer.Option(min=0.05, max=60, help="joint steps in a second (default: 10; of language agents 0.5)"),
     ] = None,
 ) -> None:
-    """Play one game as in `palestra eval`, and write it as a film with what each seat does and what it is paid.
+    """Play one game as in `palestra eval`, and write it as a film.
+
+    The film shows what each seat does and what it is paid.
 
     Examples:
 

@@ -58,7 +58,9 @@ def plot(  # noqa: PLR0913 - a parameter for each option
     height: Annotated[float | None, typer.Option(min=0.5, help="inches (default: two thirds of the width)")] = None,
     band: Annotated[str, typer.Option(help="shaded band around the mean over seeds: sd, ci or range")] = "ci",
 ) -> None:
-    """Plot one metric of several runs for a paper, as vector graphics, with the mean and a band over seeds.
+    """Plot one metric of several runs for a paper.
+
+    The figure is in vector graphics, with the mean and a band over seeds.
 
     Examples:
 
@@ -81,7 +83,9 @@ def sync(
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="follow the run until Ctrl-C")] = False,
 ) -> None:
-    """Send a run's metrics to a tracker, or all of it to an object store. What was sent before is not sent again.
+    """Send a run's metrics to a tracker, or all of it to an object store.
+
+    What was sent before is not sent again.
 
     Examples:
 

@@ -199,7 +199,9 @@ AuthOption = Annotated[Path, typer.Option(help="the file of keys that `palestra 
 
 @keys.command("add")
 def add_key(name: Annotated[str, typer.Argument(help="name of the owner of the key")], auth: AuthOption) -> None:
-    """Create a key and print it once: only its hash is stored.
+    """Create a key and print it once.
+
+    Only its hash is stored.
 
     Example:
 

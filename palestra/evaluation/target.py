@@ -113,6 +113,8 @@ class Target:
     def refuse_policy(self, name: str, others: str) -> NoReturn:
         """Raises ValueError for an unknown policy; `others` lists the names of other policies that can play."""
         have = dict.fromkeys(self.tree.get("policies", {}))
+        if not self.checkpoint and name in have:
+            raise ValueError(f'no policy "{name}" has been trained here: give its seats another, --seats SEAT={others}')
         if self.checkpoint:
             have |= dict.fromkeys(self.checkpoint.names)
         raise ValueError(f'no policy "{name}"; the run has {", ".join(have)}, or say {others}')

@@ -1,5 +1,5 @@
 """Preference losses over pairs of a chosen and a rejected side, and over single sides: pure functions of trained
-tokens, like those of policy.py.
+tokens, like those of palestra/core/losses.py.
 
 The tokens of a pair have the same number in `group_M`. The margin of a pair is the sum over its tokens of advantage
 times log-ratio to the reference. With advantages of 1 on the chosen and -1 on the rejected side it is the difference of

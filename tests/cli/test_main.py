@@ -1,6 +1,7 @@
 """The command line as a user sees it: help with examples, errors with their fix, and the files that each command
 writes."""
 
+import inspect
 import json
 import shutil
 import signal
@@ -10,10 +11,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from helpers.command_line import invoke
 from helpers.terminal_text import plain
 
+from palestra.cli.main import app
 from palestra.core.config import parse, validate
 from palestra.runs import Run, list_checkpoints, load_episodes, read_lines
 
@@ -98,6 +101,21 @@ def test_brackets_in_a_message_are_not_markup(base, tmp_path):
     message = refused("train", config, "--set", "policies.guide.base=/models/[/red][bold]x")
     assert "/models/[/red][bold]x" in message
     assert "'gate_proj'" in refused("train", config, "--set", "policies.guide.target_modules=gate")
+
+
+def test_examples_of_all_commands_have_a_line_each():
+    """The text after the first paragraph loses a common indentation, by which examples are known."""
+
+    def commands(group, name=""):
+        for own, command in group.commands.items():
+            if hasattr(command, "commands"):
+                yield from commands(command, f"{name}{own} ")
+            else:
+                yield f"{name}{own}", command
+
+    for name, command in commands(typer.main.get_command(app)):
+        _, _, rest = (command.help or "").partition("\n\n")
+        assert inspect.cleandoc(rest).count("\n    palestra") == rest.count("\n    palestra"), name
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,9 @@ def test_older_checkpoint_is_selected_by_step_count(vector: Path) -> None:
 def test_env_without_run_is_played_by_the_given_policies() -> None:
     found = evaluate("kuhn_poker", seats={"*": "random"}, episodes=20)
     assert found.metrics["episodes"] == 20 and sum(found.metrics["returns"].values()) == pytest.approx(0)
-    with pytest.raises(ValueError, match=r'no policy "default".*or say random, script:NAME or RUN:NAME'):
+    with pytest.raises(
+        ValueError, match=r'no policy "default" has been trained here.*=random, script:NAME or RUN:NAME'
+    ):
         evaluate("kuhn_poker", episodes=1)
 
 
