@@ -29,19 +29,19 @@ def check_loss(result: Any, label: str, *, has_gradient: bool) -> tuple[Tensor, 
     """Returns what a loss returned. Raises ValueError, with the name of what computed it, unless it is a scalar, with a
     gradient if its inputs have one, and metrics that are numbers under names that the run does not log itself."""
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
-        raise ValueError(f"{label} returned {_shown(result)}: return a scalar tensor and a dictionary of metrics")
+        raise ValueError(f"{label} returned {_describe(result)}: return a scalar tensor and a dictionary of metrics")
     loss, metrics = result
     if not isinstance(loss, Tensor) or loss.dim() > 0 or (has_gradient and not loss.requires_grad):
-        raise ValueError(f"{label} returned {_shown(loss)} as loss: return a scalar tensor with a gradient")
+        raise ValueError(f"{label} returned {_describe(loss)} as loss: return a scalar tensor with a gradient")
     if taken := LOGGED_KEYS & metrics.keys():
         raise ValueError(f"{label} returned a metric {min(taken)}, which the run logs itself: give it another name")
     for name, value in metrics.items():
         if not isinstance(value, Tensor | float | int) or torch.as_tensor(value).numel() != 1:
-            raise ValueError(f"{label} returned {_shown(value)} as metric {name}: return a number")
+            raise ValueError(f"{label} returned {_describe(value)} as metric {name}: return a number")
     return loss, metrics
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}{'' if value.requires_grad else ' without gradient'}"
     return f"{value!r:.80}"

@@ -80,7 +80,9 @@ class StepLayout:
         else:
             allowed = [*self._layouts(name, step)]
         if layout not in allowed or (array is not None and layout is None):
-            raise ValueError(f"has {name} as {_shown(array)} and not {_described(allowed[0])}: correct the array")
+            raise ValueError(
+                f"has {name} as {_describe_array(array)} and not {_describe_layout(allowed[0])}: correct the array"
+            )
         self._first[name] = layout
 
     def _needs(self, name: str) -> bool:
@@ -112,14 +114,14 @@ class StepLayout:
         return [((*games, env.state_size), np.dtype(np.float32))]
 
 
-def _shown(array: Any) -> str:
+def _describe_array(array: Any) -> str:
     if array is None:
         return "none"
     found = np.asarray(array)
     return f"{found.dtype} {list(found.shape)}"
 
 
-def _described(layout: Layout | None) -> str:
+def _describe_layout(layout: Layout | None) -> str:
     return f"{layout[1]} {list(layout[0])}" if layout else "none, as in the first step"
 
 
