@@ -123,7 +123,7 @@ def test_recorded_evaluations_that_fell_are_found():
         if find_alarms({}, {}, {"dev": {"success": np.array(rates), "episodes": np.full(len(rates), 100.0)}})
     ]
     assert len(curves) == 267
-    assert sorted(fell) == [f"sums/MADPO/{seed}/lr 0.005" for seed in (0, 100, 101, 2, 3)]
+    assert sorted(fell) == [f"sums/MADPO/{seed}/lr 0.005" for seed in (0, 1, 100, 101)]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
