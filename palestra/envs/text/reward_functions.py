@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Set
@@ -60,11 +59,12 @@ class RewardFunction:
         return value[0]
 
     def _call(self, played: Played) -> Any:
-        """Calls the function with copies of what it could change in the row."""
+        """Calls the function with containers of its own, which it may change."""
         if self.asked is None:
-            return self.function(copy.deepcopy(dict(played.row)), played.answers)
-        asked = {name: values for name, values in played.batch.items() if name in self.asked}
-        return self.function(**copy.deepcopy(asked))
+            return self.function(_copy_containers(played.row), played.answers)
+        return self.function(
+            **{name: _copy_containers(values) for name, values in played.batch.items() if name in self.asked}
+        )
 
     def by_payee(self, value: Any, played: Played, seats: Collection[Seat]) -> dict[Seat | None, float | bool]:
         """Returns the reward of each seat, or, under None, that of the team. Raises ValueError if it is none."""
@@ -83,6 +83,16 @@ class RewardFunction:
             f'the {self.what} function "{self.name}" returned {repr(value)[:80]} ({type(value).__name__}) for row '
             f"{played.number}: return {wanted}"
         )
+
+
+def _copy_containers(value: Any) -> Any:
+    """Returns a value with its mappings, lists and sets copied at any depth; what is in them, a model for example, is
+    the same."""
+    if isinstance(value, Mapping):
+        return {key: _copy_containers(own) for key, own in value.items()}
+    if isinstance(value, list):
+        return [_copy_containers(own) for own in value]
+    return set(value) if isinstance(value, set) else value
 
 
 def _is_flag(value: Any) -> bool:

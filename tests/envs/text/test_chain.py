@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+import threading
 from pathlib import Path
 
 import datasets
@@ -174,6 +175,24 @@ def test_a_reward_function_that_changes_its_row_changes_no_prompt():
     env = pl.Prompts([{"prompt": "p", "goals": ["x", "y"]}], greedy)
     for _ in range(2):
         assert play(env, "a")[1].info["success"] is True
+
+
+def test_a_reward_function_gets_the_objects_of_its_row():
+    """A model, or a checker with a lock, is not copied; the lists around it are."""
+    lock = threading.Lock()
+
+    def held(row, answer):
+        row["checkers"].append(answer)
+        return row["checkers"][0] is lock
+
+    env = pl.Prompts([{"prompt": "p", "checkers": [lock]}], held)
+    for _ in range(2):
+        assert play(env, "a")[1].info["success"] is True
+
+    def both(completions, checkers):
+        return [checkers[0][0] is lock]
+
+    assert play(pl.Prompts([{"prompt": "p", "checkers": [lock]}], both), "a")[1].info["success"] is True
 
 
 def test_truth_values_of_arrays_are_successes_and_an_empty_mapping_is_no_reward():
