@@ -19,7 +19,9 @@ from torch import Tensor
 TensorMetrics = dict[str, Tensor]
 LossFunction = Callable[..., tuple[Tensor, TensorMetrics]]
 # Keys that a run logs itself, which a metric of a loss would replace.
-LOGGED_KEYS = frozenset({"return", "success", "team_return", "episodes", "env_steps", "policy_loss", "grad_norm", "lr"})
+LOGGED_KEYS = frozenset(
+    {"return", "success", "team_return", "episodes", "env_steps", "loss", "policy_loss", "grad_norm", "lr"}
+)
 ImportanceMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 KLEstimator = Literal["k1", "k2", "k3"]
 Bound = float | Tensor

@@ -31,6 +31,38 @@ class Reinforce(TextAlgorithm):
         return found, {"worth": float(np.mean([sample.advantages[0] for sample in found]))}
 
 
+def renamed_loss(tokens):
+    """A loss with a metric that the run logs itself."""
+    loss, metrics = importance_sampling_loss(tokens)
+    return loss, metrics | {"return": loss.detach()}
+
+
+def detached_loss(tokens):
+    """A loss that nothing learns from."""
+    loss, metrics = importance_sampling_loss(tokens)
+    return loss.detach(), metrics
+
+
+class Renamed(Reinforce):
+    """With the loss `renamed_loss`."""
+
+    type: str = "helpers.toy_algorithms:Renamed"
+
+    @property
+    def loss(self):
+        return renamed_loss
+
+
+class Detached(Reinforce):
+    """With the loss `detached_loss`."""
+
+    type: str = "helpers.toy_algorithms:Detached"
+
+    @property
+    def loss(self):
+        return detached_loss
+
+
 class Median(GRPO):
     """GRPO with a credit rule of one's own."""
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.core.losses import LossFunction, LossInputs
+from palestra.core.losses import LossFunction, LossInputs, check_loss
 from palestra.core.types import Metrics
 from palestra.engine.bases.model import Engine
 from palestra.engine.forward.flat_row import packs
@@ -113,7 +113,9 @@ def run_together(passes: Sequence[TrainPass]) -> None:
     losses = []
     scaled = []
     for each, read in zip(passes, outputs, strict=True):
-        value, metrics = each.loss(each.weights.loss_inputs(each.pack, read), **each.options)
+        inputs = each.weights.loss_inputs(each.pack, read)
+        label = getattr(each.loss, "__qualname__", "the loss")
+        value, metrics = check_loss(each.loss(inputs, **each.options), label, has_gradient=inputs.logp_M.requires_grad)
         losses.append((value.detach(), metrics))
         scale = each.weights.loss_scale
         scaled.append(value * scale.value if scale else value)

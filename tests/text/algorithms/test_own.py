@@ -31,6 +31,19 @@ def test_custom_algorithm_trains_and_its_config_is_stored(base, tmp_path) -> Non
     assert len(lines) == own.steps and all(line["grad_norm"] > 0 for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Renamed", "renamed_loss returned a metric return, which the run logs itself"),
+        ("Detached", "detached_loss returned a tensor of shape .* without gradient as loss"),
+    ],
+)
+def test_own_loss_returns_a_gradient_and_metrics_of_its_own(base, tmp_path, name, says) -> None:
+    own = config(base, {"type": f"helpers.toy_algorithms:{name}"}, steps=1)
+    with Run.create(tmp_path, dump(own), "own") as run, pytest.raises(ValueError, match=says):
+        run_training(build(own), run)
+
+
 def test_own_credit_rule_gives_the_advantages_of_groups(base, tmp_path) -> None:
     own = config(base, {"type": "helpers.toy_algorithms:Median", "branch_at": "root", "group_size": 3}, steps=1)
     assert isinstance(own.algorithm, Median)
