@@ -34,6 +34,7 @@ FILES = {
     "syntax_error.py": "class Broken(Env)\n    pass\n",
     "needs_package.py": "import package_that_nobody_has\n",
     "fails_at_import.py": 'value = {}["key"]\n',
+    "exits_at_import.py": "import sys\n\nsys.exit(0)\n",
     "mistaken_envs.py": """
 from palestra import Env, Step
 
@@ -162,6 +163,7 @@ TYPED = {
     "train mine.yaml --set env.type=syntax_error:Env": "fails when it is imported: SyntaxError: .*error.py, line 1",
     "train mine.yaml --set env.type=needs_package:Env": "needs the package package_that_nobody_has, which",
     "train mine.yaml --set env.type=fails_at_import:Env": "fails when it is imported: KeyError: 'key'",
+    "train mine.yaml --set env.type=exits_at_import:Env": "fails when it is imported: SystemExit: 0",
     "train mine.yaml --set env.type=mistaken_envs:NoSeats": 'env NoSeats has no seats: set seats = ("player", ...)',
     "train mine.yaml --set env.type=mistaken_envs:NoStep": "env NoStep cannot be made: .* abstract class NoStep",
     "train mine.yaml --set env.type=mistaken_envs:Raises": "RuntimeError: no licence (mistaken_envs.py, line ",

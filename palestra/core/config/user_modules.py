@@ -42,7 +42,7 @@ def import_object(path: str) -> Any:
         raise
     except (ImportError, AttributeError, ValueError):
         raise
-    except Exception as error:  # of the module's own code
+    except (Exception, SystemExit) as error:  # of the module's own code
         raise ImportError(f"{module} fails when it is imported: {type(error).__name__}: {error}") from error
 
 
