@@ -45,6 +45,11 @@ class Step:
         """True if the episode has ended."""
         return not self.observations
 
+    @property
+    def pays(self) -> bool:
+        """True if a seat or the team gets a reward other than 0."""
+        return bool(self.team_reward or any(self.rewards.values()))
+
 
 @dataclass(frozen=True)
 class SamplingMask:

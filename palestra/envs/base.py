@@ -148,8 +148,7 @@ class _Check:
         env = self.make_env()
         rng = random.Random(self.seed)
         game = _Game([self.check_seats(env, self.call(env.reset, self.seed))], [])
-        first = game.steps[0]
-        if not first.done and (first.team_reward or any(first.rewards.values())):
+        if game.steps[0].pays and not game.steps[0].done:
             self.fail("pays in reset, before anybody acted", "pay in the first step")
         while not game.steps[-1].done:
             if len(game.actions) == self.max_steps:

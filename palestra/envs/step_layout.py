@@ -73,12 +73,11 @@ class StepLayout:
 
     def _check_array(self, name: str, array: Any, step: VectorStep) -> None:
         layout = (array.shape, array.dtype) if isinstance(array, np.ndarray) else None
+        allowed: Sequence[Layout | None] = [None]
         if name in self._first:
             allowed = [self._first[name]]
-        elif array is None and not self._needs(name):
-            allowed = [None]
-        else:
-            allowed = [*self._layouts(name, step)]
+        elif array is not None or self._needs(name):
+            allowed = self._layouts(name, step)
         if layout not in allowed or (array is not None and layout is None):
             raise ValueError(
                 f"has {name} as {_describe_array(array)} and not {_describe_layout(allowed[0])}: correct the array"

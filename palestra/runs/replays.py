@@ -54,7 +54,8 @@ class GameReplay:
 
 @dataclass(kw_only=True)
 class ReplayHeader:
-    """What all replays of a file share; `players` are by seat, the rest as in `VectorEnv`."""
+    """The env and players of all replays in a file. `players` names one for each seat; other fields are those of
+    `VectorEnv`."""
 
     env: str
     seats: Sequence[Seat]

@@ -38,7 +38,8 @@ class Series(NamedTuple):
 
 
 class RunLogs:
-    """The logs of the run at `path`, each read once, when first used. Raises DamagedFile."""
+    """The logs of the run at `path`, each read once, when first used. Raises DamagedFile for a line that is not a JSON
+    object."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""What PSRO, XDO and self-play share: progress in iterations, and NashConv of their mixtures."""
+"""Base class of plans that count iterations and measure NashConv: PSRO, XDO and self-play."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class EpisodeRunner:
                 raise
             episode.instance = await _instance_of(env, spec.instance)
             first = growth.check_step(env, first)
-            if not first.done and (first.team_reward or any(first.rewards.values())):
+            if first.pays and not first.done:
                 raise ValueError(f'env "{_name(env)}" pays in reset, before anybody acted: pay in the first step')
             await growth.start(env, first)
         except NoReward as error:

@@ -122,9 +122,6 @@ def build_process(config: VectorConfig, ranks: ProcessGroup) -> VectorTrainer:
         zeros = pinned_zeros if device.type == "cuda" else np.zeros  # a GPU copies from pinned memory faster
         rollout = VectorRollout(env, np.arange(env.num_envs), zeros, time_limit=config.algorithm.time_limit)
     evals = config.evals.items() if ranks.is_rank_zero else ()
-    playing = set(seat_policies(config, env).values())
-    for _, one in evals:
-        playing.update(one.seats.values())
     trainer = VectorTrainer(
         rollout=rollout,
         learner=learner,
@@ -139,10 +136,18 @@ def build_process(config: VectorConfig, ranks: ProcessGroup) -> VectorTrainer:
         checkpoint_every=sweeps(config.checkpoint_every or min(config.env_steps / 10, MAX_CHECKPOINT_STEPS)),
         keep_every=sweeps(config.keep_every),
         ranks=ranks,
-        notes=[*seed_notes(env), *idle_notes(config.policies, playing)] if ranks.is_rank_zero else [],
+        notes=_notes(config, env) if ranks.is_rank_zero else [],
     )
     trainer.rollout.restart(trainer.env_seeds("first"))
     return trainer
+
+
+def _notes(config: VectorConfig, env: VectorEnv) -> list[str]:
+    """Returns what the user should know before the run begins, a line each."""
+    playing = set(seat_policies(config, env).values())
+    for evaluation in config.evals.values():
+        playing.update(evaluation.seats.values())
+    return [*seed_notes(env), *idle_notes(config.policies, playing)]
 
 
 def start_networks(learner: NetLearner | JointLearner, run: str, config: VectorConfig, env: VectorEnv) -> None:
@@ -159,8 +164,7 @@ def start_networks(learner: NetLearner | JointLearner, run: str, config: VectorC
     named = seat_policies(config, env)
     for name, folder in checkpoint.names.items():
         own = config.policies[named.get(name, name)].model_dump()
-        member = checkpoint.path / folder / "member.json"
-        before = read_json(member, dict)["config"] if member.exists() else own
+        before = read_json(checkpoint.path / folder / "member.json", dict)["config"]
         if other := [key for key in NetConfig.model_fields if before.get(key, own[key]) != own[key]]:
             raise ValueError(
                 f"start_from: {run} trained {name} with {other[0]}: {before[other[0]]}, and this run has "
