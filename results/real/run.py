@@ -1,7 +1,7 @@
 """Reproduces docs/results-real.md: SmolLM2-135M-Instruct and Gemma 3 270M alone and in teams, untrained and trained, on
 tasks in English.
 
-    python results/real/run.py                              all 217, about 40 hours of one core; interrupted ones go on
+    python results/real/run.py                              all 229, about 46 hours of one core; interrupted ones go on
     python results/real/run.py --list                       the rows: published, measured here, open
     python results/real/run.py --only "sums/single agent/"  one row, a minute; a trained one up to 15
     python results/real/run.py --only story/                names that begin with "story/"; also kuhn/, service/, gemma
@@ -137,7 +137,9 @@ TASKS = {
     ),
     "sums": Task(CONFIGS / "sums_team.yaml", {"env.team": "single", "episodes": 48}, FIVE_SEEDS),
     "tools": Task(CONFIGS / "tools_team.yaml", {"env.team": "single"}),
-    "chain": Task(CONFIGS / "chain_team.yaml", {"env.team": "single", "policies.agent.sampling.max_tokens": 52}),
+    "chain": Task(
+        CONFIGS / "chain_team.yaml", {"env.team": "single", "policies.agent.sampling.max_tokens": 52}, FIVE_SEEDS
+    ),
     "guess": Task(CONFIGS / "guess_team.yaml", {}),
 }
 # A pretrained model of another family, without a chat template of its own: an answer is a line.
