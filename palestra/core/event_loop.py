@@ -12,6 +12,7 @@ from palestra.core.stop_signals import interrupt_on_sigterm
 
 T = TypeVar("T")
 WAIT_S = 0.2  # seconds between looks for a Ctrl-C
+QUIET_TURNS = 6  # turns of the loop without news, after which each coroutine that was ready has run
 
 
 def call_outside_loop(work: Callable[[], T], on_interrupt: Callable[[], None] | None = None) -> T:
@@ -61,3 +62,16 @@ def settle(future: asyncio.Future[T], outcome: T | Exception) -> None:
         future.set_exception(outcome)
     else:
         future.set_result(outcome)
+
+
+async def until_quiet(count: Callable[[], int]) -> None:
+    """Returns when the coroutines that are ready have run: when `count()` has stayed the same for some turns of the
+    loop."""
+    quiet = 0
+    seen = count()
+    while quiet < QUIET_TURNS:
+        await asyncio.sleep(0)
+        quiet += 1
+        if count() != seen:
+            quiet = 0
+            seen = count()

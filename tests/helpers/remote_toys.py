@@ -1,5 +1,6 @@
 """Envs that env servers play in tests, such as "helpers.remote_toys:Waits"."""
 
+import asyncio
 import itertools
 import math
 import os
@@ -91,6 +92,17 @@ class Secret(Whisper):
 
     def step(self, actions: dict[str, str]) -> Step:
         time.sleep(self.seconds)
+        return super().step(actions)
+
+
+class Unhurried(Whisper):
+    """Whisper whose steps take up to 20 ms, at random, on the event loop."""
+
+    def __init__(self, *, turns: int = 1, split: str = "train") -> None:
+        super().__init__(turns=turns, split=split)
+
+    async def step(self, actions: dict[str, str]) -> Step:
+        await asyncio.sleep(random.SystemRandom().uniform(0, 0.02))
         return super().step(actions)
 
 

@@ -22,8 +22,9 @@ from functools import partial
 import torch
 
 from palestra.core.accel.malloc import free_memory
-from palestra.core.event_loop import settle
+from palestra.core.event_loop import settle, until_quiet
 from palestra.core.failures import is_out_of_memory
+from palestra.core.held_calls import held_calls
 from palestra.engine.bases.model import Engine
 from palestra.engine.cache.kv_cache import MAX_PREFILL_TOKENS, default_cache_bytes, default_prefill_tokens, token_bytes
 from palestra.engine.cache.kv_pages import CacheFull
@@ -218,14 +219,10 @@ class Sampler:
     async def _run(self) -> None:
         while self.has_requests:
             # All ready coroutines run first, so that their requests join the next batch
-            quiet = 0
-            seen = len(self.waiting)
-            while quiet < 6:
-                await asyncio.sleep(0)
-                quiet += 1
-                if len(self.waiting) != seen:
-                    quiet = 0
-                    seen = len(self.waiting)
+            await until_quiet(lambda: len(self.waiting))
+            while held_calls().are_held:
+                await held_calls().wait()
+                await until_quiet(lambda: len(self.waiting))
             self.step()
 
     # -- passes -----------------------------------------------------------------------------------------------------

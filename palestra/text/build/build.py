@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from palestra.core.accel.devices import resolve_device
 from palestra.core.config import load, validate
 from palestra.core.losses import has_dropout
 from palestra.core.seeding import derive_seed
@@ -57,8 +58,9 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     parts = [with_max_length(part, set(names.values())) for part, names in zip(parts, seats, strict=True)]
     policy_names = dict(chain.from_iterable(names.items() for names in seats))
     eval_seats = {name: _eval_seats(config, name) for name in config.evals}
-    eval_runners = _make_runners(config, {name: eval_env_config(config, name) for name in config.evals})
-    runners = [_make_runners(part, part.named_envs) for part in parts]
+    hold = (engines is None or isinstance(engines, Engines)) and holds_env_calls(config)
+    eval_runners = _make_runners(config, {name: eval_env_config(config, name) for name in config.evals}, hold)
+    runners = [_make_runners(part, part.named_envs, hold) for part in parts]
     engines = engines or build_engines(config)
     used = set().union(*(_playing_policies(part, names) for part, names in zip(parts, seats, strict=True)))
     used.update(*(names.values() for names in eval_seats.values()))
@@ -225,8 +227,16 @@ def _eval_seats(config: TextConfig, name: str) -> dict[Seat, str]:
     return resolve_seats(own, list(config.policies), plays, changes, trained)
 
 
-def _make_runners(config: TextConfig, envs: Mapping[str, dict[str, Any]]) -> dict[str, EpisodeRunner]:
-    return {name: make_episode_runner(env, name, config.max_joint_steps) for name, env in envs.items()}
+def _make_runners(config: TextConfig, envs: Mapping[str, dict[str, Any]], hold: bool) -> dict[str, EpisodeRunner]:
+    return {name: make_episode_runner(env, name, config.max_joint_steps, hold) for name, env in envs.items()}
+
+
+def holds_env_calls(config: TextConfig) -> bool:
+    """Returns whether episodes are played so that they do not depend on how long an env takes: if this process samples,
+    on a CPU, one step after the other. Elsewhere the results depend on time anyhow, and nobody waits."""
+    if config.sampler or config.staleness or resolve_device(config.device) != "cpu":
+        return False
+    return any(isinstance(policy, LMPolicyConfig) for policy in config.policies.values())
 
 
 def _build_eval(
@@ -287,13 +297,15 @@ def with_split(env: dict[str, Any], split: str) -> dict[str, Any]:
     return env | ({"split": split} if has_option(env, "split") else {})
 
 
-def make_episode_runner(env: dict[str, Any], name: str, max_steps: int = 1000) -> EpisodeRunner:
+def make_episode_runner(
+    env: dict[str, Any], name: str, max_steps: int = 1000, hold_calls: bool = True
+) -> EpisodeRunner:
     """Returns the runner of episodes of at most `max_steps` joint steps in `env` (type, options, and servers if it is
-    remote).
+    remote); `hold_calls` as in EpisodeRunner.
 
     The options are checked here, before any model is loaded. Raises ValueError if one is wrong.
     """
-    return EpisodeRunner(env_factory(env), name, max_steps=max_steps)
+    return EpisodeRunner(env_factory(env), name, max_steps=max_steps, hold_calls=hold_calls)
 
 
 def critic_kind(parts: Sequence[TextConfig], used: Collection[str]) -> CriticKind:

@@ -61,7 +61,13 @@ class RankSplitRunner(EpisodeRunner):
     """An episode runner whose episodes are split over ranks."""
 
     def __init__(self, runner: EpisodeRunner, table: RankSplit) -> None:
-        super().__init__(runner.make_env, runner.name, max_concurrent=runner.max_concurrent, max_steps=runner.max_steps)
+        super().__init__(
+            runner.make_env,
+            runner.name,
+            max_concurrent=runner.max_concurrent,
+            max_steps=runner.max_steps,
+            hold_calls=runner.hold_calls,
+        )
         self.table = table
 
     async def play_all(

@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from palestra.core.failures import ContextLengthExceeded, describe_error, exit_as_error
+from palestra.core.held_calls import held_calls
 from palestra.core.plain_values import plain_value
 from palestra.core.seeding import derive_seed
 from palestra.core.tracing import span
@@ -126,15 +127,23 @@ class Branch:
 
 class EpisodeRunner:
     """Plays episodes of one kind of env. `max_concurrent` is the maximum number of concurrent episodes; a trajectory
-    that has not ended after `max_steps` joint steps makes a failed episode."""
+    that has not ended after `max_steps` joint steps makes a failed episode. With `hold_calls`, env calls that wait are
+    held (held_calls.py), so that episodes do not depend on how long an env takes."""
 
     def __init__(
-        self, make_env: Callable[[], Env], name: str, *, max_concurrent: int = 1024, max_steps: int = 1000
+        self,
+        make_env: Callable[[], Env],
+        name: str,
+        *,
+        max_concurrent: int = 1024,
+        max_steps: int = 1000,
+        hold_calls: bool = True,
     ) -> None:
         self.make_env = make_env
         self.name = name
         self.max_concurrent = max_concurrent
         self.max_steps = max_steps
+        self.hold_calls = hold_calls
 
     async def play_all(
         self, specs: Sequence[EpisodeSpec], branching: Branching, on_episode: Callable[[Episode], None] | None = None
@@ -159,17 +168,17 @@ class EpisodeRunner:
         `traceback`."""
         seats = {seat: policy.name for seat, policy in spec.policies.items()}
         episode = Episode(self.name, spec.instance, seats)
-        growth = _TreeRollout(episode, spec, branching, self.max_steps)
+        growth = _TreeRollout(episode, spec, branching, self.max_steps, self.hold_calls)
         try:
             env = growth.register_env(self.make_env())
             episode.picture = env.picture
             try:
-                first = require_step(await _call(env, env.reset, spec.instance), "reset")
+                first = require_step(await growth.call(env, env.reset, spec.instance), "reset")
             except Exception:  # re-raised, also if the env cannot say its instance
                 with suppress(Exception):
-                    episode.instance = await _instance_of(env, spec.instance)
+                    episode.instance = await growth.instance_of(env)
                 raise
-            episode.instance = await _instance_of(env, spec.instance)
+            episode.instance = await growth.instance_of(env)
             first = growth.check_step(env, first)
             if first.pays and not first.done:
                 raise ValueError(f'env "{_name(env)}" pays in reset, before anybody acted: pay in the first step')
@@ -191,6 +200,7 @@ class _TreeRollout:
     spec: EpisodeSpec
     branching: Branching
     max_steps: int
+    hold_calls: bool
     paths: list[Path] = field(default_factory=list)  # one per node of the episode
     open_envs: dict[int, Env] = field(default_factory=dict)  # by identity
     tracebacks: dict[Path, str] = field(default_factory=dict)  # of the errors that ended branches
@@ -277,7 +287,7 @@ class _TreeRollout:
 
     async def _close(self, env: Env) -> None:
         del self.open_envs[id(env)]
-        await _call(env, env.close)
+        await self.call(env, env.close)
 
     async def _ask_all(self, branch: Branch, k: int) -> dict[Seat, list[Answer]]:
         """Returns `k` answers of each seat that acts; none, and ends `branch`, if a seat's prompt is too long."""
@@ -311,7 +321,7 @@ class _TreeRollout:
 
     async def _copy(self, env: Env) -> Env | Exception:
         try:
-            twin = await _call(env, env.fork)
+            twin = await self.call(env, env.fork)
             if twin is env:
                 raise ValueError("fork() returned the env itself: return a copy, such as copy.deepcopy(self)")
             return self.register_env(twin)
@@ -328,7 +338,7 @@ class _TreeRollout:
             self.lose(path, env)
             return env
         try:
-            step = self.check_step(env, await _advance(env, joint))
+            step = self.check_step(env, await self._advance(env, joint))
             self._check_last_success(branch, step)
         except Exception as error:
             paid = None if isinstance(error, NoReward) else self.spec.failed_reward
@@ -399,6 +409,35 @@ class _TreeRollout:
             history[seat] = (*history.get(seat, ()), (branch.step.observations[seat], answer))
         return node, Branch(env, step, node.id, path, history)
 
+    async def call(self, env: Env, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Returns `method(*arguments)`, run on a thread for blocking envs, and awaited if the method is a coroutine."""
+        with exit_as_error():
+            result = _call_on_thread(method, *arguments) if env.blocking else method(*arguments)
+            if not inspect.isawaitable(result):
+                return result
+            return await held_calls().hold(result) if self.hold_calls else await result
+
+    async def instance_of(self, env: Env) -> Any:
+        """Returns what identifies the instance. Raises ValueError if it cannot be compared by its hash, or is an
+        object, which is equal to itself alone."""
+        seed = self.spec.instance
+        instance = await self.call(env, env.instance_of, seed)
+        try:
+            hash(instance)
+            plain_value(instance)
+            if instance != instance:
+                raise ValueError("NaN equals nothing")
+        except (TypeError, ValueError):
+            raise ValueError(
+                f'instance_of of env "{_name(env)}" returned a {type(instance).__name__} for seed {seed}: return a '
+                "number, a text, or a tuple of such"
+            ) from None
+        return instance
+
+    async def _advance(self, env: Env, joint: dict[Seat, Answer]) -> Step:
+        actions = joint if env.takes_answers else {seat: answer.text for seat, answer in joint.items()}
+        return require_step(await self.call(env, env.step, dict(actions)), "step")
+
     def _seed(self, what: str, branch: Branch) -> int:
         return derive_seed(self.spec.seed, what, branch.path)
 
@@ -414,11 +453,6 @@ def _missing_policy_error(env: Env, name: str, seat: Seat) -> str:
         f'env "{_name(env)}" asks seat "{seat}", and its seats are {", ".join(env.seats)}: add it '
         "to `seats` of the env's class, or correct the observations that name it"
     )
-
-
-async def _advance(env: Env, joint: dict[Seat, Answer]) -> Step:
-    actions = joint if env.takes_answers else {seat: answer.text for seat, answer in joint.items()}
-    return require_step(await _call(env, env.step, dict(actions)), "step")
 
 
 def _raise_if_all(errors: Sequence[Exception | None]) -> None:
@@ -438,30 +472,6 @@ async def _run_together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _instance_of(env: Env, seed: int) -> Any:
-    """Returns what identifies the instance of `seed`. Raises ValueError if it cannot be compared by its hash, or is an
-    object, which is equal to itself alone."""
-    instance = await _call(env, env.instance_of, seed)
-    try:
-        hash(instance)
-        plain_value(instance)
-        if instance != instance:
-            raise ValueError("NaN equals nothing")
-    except (TypeError, ValueError):
-        raise ValueError(
-            f'instance_of of env "{_name(env)}" returned a {type(instance).__name__} for seed {seed}: return a number, '
-            "a text, or a tuple of such"
-        ) from None
-    return instance
-
-
-async def _call(env: Env, method: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns `method(*arguments)`, run on a thread for blocking envs, and awaited if the method is a coroutine."""
-    with exit_as_error():
-        result = await _call_on_thread(method, *arguments) if env.blocking else method(*arguments)
-        return await result if inspect.isawaitable(result) else result
 
 
 async def _call_on_thread(method: Callable[..., Any], *arguments: Any) -> Any:

@@ -33,8 +33,6 @@ def config(base, steps, **env):
         "algorithm": {"type": "grpo", "branch_at": "turn", "group_size": 3},
         "evals": {"dev": {"episodes": 4}},
         "checkpoint_every": 50,
-        # siblings share a batch only with each other: otherwise the last bits of sums would depend on timing
-        "max_num_seqs": 3,
     }
 
 
@@ -75,6 +73,14 @@ def test_env_on_a_server_gives_the_same_run(base, tmp_path):
     assert metrics["env_sessions"] >= 6 and metrics["env_lost"] == 0
     assert "env_sessions" not in (here / "timings.jsonl").read_text()
     assert load(there / "config.yaml")["env"]["at"] == [server.address]
+
+
+def test_run_does_not_depend_on_how_long_an_env_takes(base, tmp_path):
+    """Three runs in which each step takes up to 20 ms, at random, are equal bit for bit."""
+    tree = override(config(base, 2), ["env.type=helpers.remote_toys:Unhurried", "episodes=12", "evals.dev.every=1"])
+    first = train_here(tmp_path / "first", tree)
+    for name in ("second", "third"):
+        assert_same(first, train_here(tmp_path / name, tree))
 
 
 @pytest.mark.slow
