@@ -81,6 +81,14 @@ def length_setting(tree: Tree) -> str:
     return "steps"
 
 
+def required_length_setting(tree: Tree, asked: str) -> str:
+    """Returns the setting that determines the length of a run. Raises ValueError, which names the option `asked`, if
+    several do."""
+    if not (key := length_setting(tree)):
+        raise ValueError(f"{asked} does not fit this run: its stages, or its population, have lengths of their own")
+    return key
+
+
 def _at(tree: Tree, path: str) -> Any:
     for key in path.split("."):
         tree = tree[key]

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from palestra.api.console import console, print_line
-from palestra.api.extend import length_setting
+from palestra.api.extend import required_length_setting
 from palestra.api.interrupt import STOPPING
 from palestra.api.run import open_run, resumed_tree, run_request
 from palestra.api.trained_run import TrainedRun
@@ -71,7 +71,7 @@ def train(  # noqa: PLR0913 - the parts of a config, by name
         tree = resumed_tree(path, [])
         new = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         if steps is not None:
-            new.append(f"{_length(tree)}={steps}")
+            new.append(f"{required_length_setting(tree, 'steps=')}={steps}")
         stored = None
         if new:
             tree = stored = resumed_tree(path, new)
@@ -120,7 +120,7 @@ def config_tree(
     if "envs" in tree:
         tree["envs"] = {key: env_tree(value) for key, value in tree["envs"].items()}
     _check_algorithm(tree, changes.get("algorithm"))
-    return tree if steps is None else override(tree, [f"{_length(tree)}={steps}"])
+    return tree if steps is None else override(tree, [f"{required_length_setting(tree, 'steps=')}={steps}"])
 
 
 def env_tree(env: Any) -> Tree:
@@ -175,10 +175,3 @@ def _check_algorithm(tree: Tree, algorithm: Any) -> None:
             ours, theirs = theirs, ours
         fix = "palestra.vector has the algorithms of vectorised envs (palestra.vector.PPO)"
         raise ValueError(f"algorithm {name} is for {theirs}, and this run is of {ours}: {fix}")
-
-
-def _length(tree: Tree) -> str:
-    """Returns the key that sets the length of a run. Raises ValueError if several keys do."""
-    if not (key := length_setting(tree)):
-        raise ValueError("steps= does not fit this run: its stages, or its population, have lengths of their own")
-    return key

@@ -187,10 +187,9 @@ def _config_tree(path: Path | None, resume: Path | None, settings: list[str], st
     tree = read(settings)
     if steps is None:
         return tree
-    from palestra.envs import is_vector_config
+    from palestra.api.extend import required_length_setting
 
-    key = "env_steps" if is_vector_config(tree) and "population" not in tree else "steps"
-    return read([*settings, f"{key}={steps}"])
+    return read([*settings, f"{required_length_setting(tree, '--steps')}={steps}"])
 
 
 def _train(request: LaunchRequest) -> None:

@@ -305,9 +305,9 @@ def no_signal(logged: LoggedMetrics) -> Iterator[Alarm]:
     """Yields an alarm if nearly all groups of every policy are flat, and the task is not solved."""
     share = min(end_means(logged, "zero_std_fraction").values(), default=np.nan)
     success = logged.success
-    if share >= HIGH_ZERO_VARIANCE and success < SOLVED_SUCCESS:
-        message = f"{share:.0%} of the groups of every policy have zero advantage, at a success of {success:.0%}"
-        yield Alarm("nothing to learn from", "", message)
+    if share >= HIGH_ZERO_VARIANCE and not success >= SOLVED_SUCCESS:
+        at = "" if np.isnan(success) else f", at a success of {success:.0%}"
+        yield Alarm("nothing to learn from", "", f"{share:.0%} of the groups of every policy have zero advantage{at}")
 
 
 def cut_off(logged: LoggedMetrics) -> Iterator[Alarm]:

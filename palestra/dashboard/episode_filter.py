@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -19,15 +19,14 @@ from palestra.dashboard.episode_columns import EpisodeColumns
 from palestra.dashboard.episode_summary import RETURN_PREFIX
 from palestra.dashboard.index import VERSION_COLUMN
 
-SORT_COLUMNS = ("step", "total", "turns", "nodes", "success", "invalid")
 SEARCH_TIMEOUT_S = 0.7  # seconds of a text search before it returns what it found
 
 
 class EpisodeFilter(StrictModel):
     """The query of /api/runs/RUN/episodes; filters that are left out match every episode."""
 
-    outcome: str = ""
-    """success, failure or error."""
+    outcome: Literal["", "success", "failure", "error"] = ""
+    """How the episode ended."""
     env: str = ""
     """Name of the env."""
     seat: str = ""
@@ -50,8 +49,8 @@ class EpisodeFilter(StrictModel):
     """Only episodes with an invalid answer."""
     text: str = Field("", max_length=200)
     """Text to find in observations and answers, ignoring case."""
-    sort: str = "step"
-    """Column to sort by: step, total, turns, nodes, success or invalid."""
+    sort: Literal["step", "total", "turns", "nodes", "success", "invalid"] = "step"
+    """Column to sort by."""
     ascending: bool = False
     """Sort in ascending order."""
     first: int = Field(0, ge=0)
@@ -66,10 +65,7 @@ def matching_rows(columns: EpisodeColumns, query: EpisodeFilter) -> np.ndarray:
     """Returns the sorted rows [K] int32 of the episodes that match all filters but `text`."""
     if not len(columns):
         return np.zeros(0, np.int32)
-    sort = query.sort
-    if sort not in SORT_COLUMNS:
-        sort = "step"
-    order = columns.sorted_rows(sort, query.ascending)
+    order = columns.sorted_rows(query.sort, query.ascending)
     masks = [
         *_outcome(columns, query.outcome),
         *_bounds(columns.seat_return(query.seat), query.least, query.most),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from palestra.core.config import StrictModel, merge, validate
 from palestra.core.config.own_types import OwnTypes
@@ -28,7 +28,7 @@ from palestra.text.algorithms.presets import TEXT_PRESETS
 from palestra.text.algorithms.reward_model import RewardModel
 from palestra.text.algorithms.sft import SFT
 from palestra.text.conflicts import check_conflicts
-from palestra.text.learners.lm_config import FullPolicyConfig
+from palestra.text.learners.lm_config import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig
 from palestra.text.policy_configs import HumanConfig, PolicyConfig
 from palestra.text.rollouts.dataset import Data
 from palestra.text.rollouts.instance_pool import InstancePool
@@ -245,9 +245,27 @@ class TextConfig(PolicyRunConfig):
                 found.setdefault("full model", f"policies.{name}.type: full")
                 if policy.reference != "none":
                     found.setdefault("stored reference", f"policies.{name}.reference: {policy.reference}")
+            if isinstance(policy, LMPolicyConfig) and policy.quantize:
+                found.setdefault("quantize", f"policies.{name}.quantize: {policy.quantize}")
+            if isinstance(policy, LoraPolicyConfig):
+                whole = {"use_dora", "modules_to_save", "target_parameters"} & policy.variants.keys()
+                found.setdefault("whole weights", ", ".join(f"policies.{name}.{key}" for key in sorted(whole)))
             if isinstance(policy, HumanConfig):
                 found.setdefault("person", f"policies.{name}.type: human")
         return {feature: written for feature, written in found.items() if written}
+
+    def idle_notes(self, world_size: int) -> list[str]:
+        """Returns lines on settings that have no effect where the run trains: on a server, or in `world_size`
+        processes."""
+        if self.parallel and world_size == 1:
+            return [f"parallel: {self.parallel} has no effect in one process: start the run with torchrun"]
+        if self.engine is None:
+            return []
+        idle = [key for key in ("max_num_seqs", "kv_cache_gib") if is_changed(self, key)]
+        for name, policy in self.policies.items():
+            keys = ("dtype", "precision", "micro_batch_tokens", "gradient_checkpointing")
+            idle += [f"policies.{name}.{key}" for key in keys if is_changed(policy, key)]
+        return [f"{', '.join(idle)}: without effect with engine, the server's own options count"] if idle else []
 
     def policies_at(self, step: int) -> dict[str, PolicyConfig]:
         """Returns the policies in training step `step`, counted from 0: with the changes of its stage."""
@@ -329,3 +347,9 @@ class TextConfig(PolicyRunConfig):
                     "distill, to be scored by it), or leave the teacher out"
                 )
         return self
+
+
+def is_changed(config: BaseModel, key: str) -> bool:
+    """Returns whether a config has the key, with a value that is not its default."""
+    field = type(config).model_fields.get(key)
+    return field is not None and getattr(config, key) != field.default

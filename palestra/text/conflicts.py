@@ -44,6 +44,13 @@ CONFLICTS = (
         "the first shards the weights that the second stores whole",
         "set parallel: ddp, or reference: none",
     ),
+    Conflict("fsdp", "quantize", "both divide the weights", "set parallel: ddp, or quantize: null"),
+    Conflict(
+        "fsdp",
+        "whole weights",
+        "these need whole weights of the base, and each process has only a part of them",
+        "set parallel: ddp, or leave these keys out",
+    ),
     Conflict(
         "backend",
         "person",

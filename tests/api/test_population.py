@@ -164,6 +164,8 @@ def test_config_survives_dump_and_parse():
         (["oracle.env={type: leduc_poker}"], "is set at the top"),
         (["oracle.type=nett"], "did you mean net"),
         (["oracle.type=language"], "set oracle.type to net or exact"),
+        (["population.train_steps=3"], "oracle.type is exact: set population.env_steps"),
+        (["oracle.type=language", "population.env_steps=500"], "set population.train_steps, or oracle.steps"),
         (["env.type=kuhn"], 'unknown env "kuhn"'),
         (["env.num_env=3"], "did you mean num_envs"),
         (["env={type: pong}"], "no rules here, so best responses cannot be computed"),

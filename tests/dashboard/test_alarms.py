@@ -133,6 +133,9 @@ def test_short_run_raises_no_alarm_by_overlap():
 
 def test_alarms_on_no_signal_truncation_and_failures():
     assert ("nothing to learn from", "") in names({"red": {"zero_std_fraction": line(0.5, 0.95)}})
+    flat = {"red": {"zero_std_fraction": line(0.5, 0.95)}}
+    (alarm,) = find_alarms(flat, {}, {})  # an env that reports no success
+    assert alarm.message == "95% of the groups of every policy have zero advantage"
     assert names({"red": {"truncated_fraction": line(0, 0.4)}}) == [("answers are cut off", "red")]
     assert names({}, {"failed": line(0, 1), "episodes": line(20, 20)}) == [("episodes fail", "")]
     assert names({}, {"failed": line(0, 1), "episodes": line(30, 30)}) == []

@@ -192,6 +192,9 @@ def test_episodes_are_filtered_sorted_and_paged(client):
     assert sorted(steps(outcome="success")) == those(lambda row: row["success"] == 1)
     assert sorted(steps(outcome="failure")) == those(lambda row: row["success"] == 0)
     assert steps(outcome="error") == []
+    for typo in ({"outcome": "won"}, {"sort": "date"}):
+        answer = client.get("/api/runs/more/episodes", params=typo)
+        assert answer.status_code == 400 and next(iter(typo)) in answer.json()["error"]
     assert sorted(steps(least=1.0, most=1.5)) == those(lambda row: 1 <= row["total"] <= 1.5)
     assert sorted(steps(seat="planner", least=0.5)) == those(lambda row: row["returns"]["planner"] >= 0.5)
     assert sorted(steps(policy="planner@7")) == those(lambda row: row["step"] == 8)

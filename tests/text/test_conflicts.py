@@ -18,6 +18,8 @@ FULL = {"type": "full", "base": "tiny", "reference": "none"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "parallel": {"parallel": "ddp"},
     "fsdp": {"parallel": "fsdp"},
+    "quantize": {"policies": {"default": {"quantize": "nf4"}}},
+    "whole weights": {"policies": {"default": {"use_dora": True}}},
     "engine": {"engine": "http://localhost:1"},
     "sampler": {"sampler": {"type": "vllm", "urls": ["http://localhost:2"]}},
     "backend": {"backend": {"type": "local"}},
@@ -48,3 +50,15 @@ def test_one_feature_alone_is_accepted_and_recognised(feature: str) -> None:
 def test_every_feature_of_the_table_has_a_setting_here() -> None:
     named = {*itertools.chain.from_iterable((conflict.first, conflict.second) for conflict in CONFLICTS)}
     assert named == set(SETTINGS)
+
+
+def test_settings_without_effect_are_named() -> None:
+    tree = merge(BASE, {"max_num_seqs": 8, "policies": {"default": {"dtype": "bfloat16", "micro_batch_tokens": 10}}})
+    there = validate(TextConfig, merge(tree, SETTINGS["engine"]))
+    keys = "max_num_seqs, policies.default.dtype, policies.default.micro_batch_tokens"
+    assert there.idle_notes(1) == [f"{keys}: without effect with engine, the server's own options count"]
+    assert validate(TextConfig, merge(BASE, SETTINGS["engine"])).idle_notes(1) == []
+    assert validate(TextConfig, tree).idle_notes(1) == []
+    sharded = validate(TextConfig, merge(BASE, SETTINGS["fsdp"]))
+    assert sharded.idle_notes(1) == ["parallel: fsdp has no effect in one process: start the run with torchrun"]
+    assert sharded.idle_notes(2) == []

@@ -58,7 +58,8 @@ class OriginPolicy:
         host = headers.get("host", "")
         if not self.accepts_host(host):
             return (
-                f'this server is not called "{host[:200]}": use its address, localhost, or a name given as --allow-host'
+                f'this server is not called "{host[:200]}": use its address, localhost, or a name given as '
+                "--allow-host (of `palestra serve`: the origin https://NAME as --allow-origin)"
             )
         return None
 

@@ -33,7 +33,7 @@ from palestra.environments.debate.prompts import (
     full_observation,
     role_prompts,
 )
-from palestra.environments.debate.topics import MAX_FACTS, draw_file_topic, draw_synthetic_topic
+from palestra.environments.debate.topics import DEFAULT_FACTS, MAX_FACTS, draw_file_topic, draw_synthetic_topic
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import EXACT_GRADE_KEY, FORM_TERM, VERDICT_TERM, Terms, terms_info, total_rewards
 from palestra.envs.support.answers import mark_answer
@@ -82,7 +82,7 @@ class Debate(Env):
         judge: JudgeSource = "rules",
         commits_first: bool = False,
         weights: ScoreWeights | None = None,
-        facts: int = 3,
+        facts: int = DEFAULT_FACTS,
         max_words: int = 200,
         reward: RewardMode = "dense",
         rendering: Rendering = "full",
@@ -92,6 +92,8 @@ class Debate(Env):
         check_range("max_words", max_words, 10, 10_000)
         if source == "drills" and topics:
             raise ValueError("topics names a file, but source: drills makes its own topics: drop one of the two")
+        if source == "topics" and facts != DEFAULT_FACTS:
+            raise ValueError("facts is for drills, and topics have their own: set source: drills, or leave it out")
         if source == "topics" and rendering == "compact":
             raise ValueError(
                 "rendering: compact shows facts as single tokens, which only drills have: set source: drills"

@@ -20,6 +20,7 @@ TOPICS_FILE = Path(__file__).parent / "data" / "debate_topics.jsonl"
 FACT_TOKENS = tuple(
     f"r{number}" for number in range(16)
 )  # facts of synthetic topics; the topics themselves are c0 to c15
+DEFAULT_FACTS = 3  # per side of a synthetic topic
 MAX_FACTS = 7  # per side of a synthetic topic: both sides must fit into the 16 tokens
 Text = Annotated[str, Field(min_length=1, max_length=2000)]
 

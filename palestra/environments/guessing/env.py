@@ -64,6 +64,8 @@ class GuessingGame(Env):
         reward: RewardMode,
         rendering: Rendering,
     ) -> None:
+        if not corrected and answers == "rules":
+            raise ValueError("corrected is about false answers, and answers: rules are true: set answers: seat")
         self.secrets = tuple(secrets)
         self.questions = questions
         self.answers = answers

@@ -145,6 +145,8 @@ class MathRelay(Env):
             "single": (SOLVER,),
             "single_turns": (SOLVER,) * parts,
         }[team]
+        if team == "single" and message != "sent":
+            raise ValueError(f"message: {message} replaces what is handed on, and team: single hands on nothing")
         self.seats = tuple(dict.fromkeys(self.turns))
         self.team = team
         self.limit = limit

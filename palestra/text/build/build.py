@@ -106,6 +106,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
         worker_metrics=pop_metrics,
         ranks=engines.ranks,
         notes=[
+            *config.idle_notes(engines.ranks.world_size),
             *engines.notes(),
             *biased_sampling_notes(parts, learning),
             *chain.from_iterable(file.notes() for file in read),

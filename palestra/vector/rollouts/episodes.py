@@ -191,6 +191,11 @@ def _check_seats(path: Path, table: pa.Table, env: VectorEnv) -> None:
             f'the episodes in {path} are of another env: their seats are {sorted(set(seats))}, and in env "{env.name}" '
             f"{sorted(env.seats)}; {FIX}"
         )
+    if env.name and (others := sorted(set(table.column("env").to_pylist()) - {env.name, ""})):
+        raise ValueError(
+            f'the episodes in {path} are of env "{others[0]}", and this run\'s env is "{env.name}": {FIX}, or, if the '
+            "two are the same game, correct the column env"
+        )
     episode, step = (table.column(name).to_numpy() for name in ("episode", "step"))
     is_whole = len(seats) % N == 0 and seats == list(env.seats) * (len(seats) // N)
     if is_whole:

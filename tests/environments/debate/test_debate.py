@@ -363,6 +363,7 @@ def test_missing_topic_file_is_reported():
         ({"commits_first": True, "judge": "seat"}, "set mode: truth"),
         ({"mode": "truth", "facts": 1}, "facts=1 is out of range"),
         ({"facts": 8}, "facts=8"),
+        ({"facts": 2}, "set source: drills, or leave it out"),
         ({"max_words": 3}, "max_words=3"),
         ({"rendering": "compact"}, "set source: drills"),
         ({"source": "drills", "topics": "mine.jsonl"}, "drop one of the two"),

@@ -287,5 +287,7 @@ def test_invalid_options_are_refused() -> None:
         GuessNumber(high=1)
     with pytest.raises(ValueError, match="things=1 is out of range: give 2 to 91"):
         TwentyQuestions(things=1)
+    with pytest.raises(ValueError, match="set answers: seat"):
+        TwentyQuestions(corrected=False)
     with pytest.raises(ValueError, match=r'of 2 secrets none is in split "(dev|test)"'):
         [GuessNumber(high=2, split=split) for split in ("dev", "test")]

@@ -182,6 +182,8 @@ def test_options_out_of_range_are_refused():
         MathRelay(parts=3, signs=["++"])
     with pytest.raises(ValueError, match="parts"):
         MathRelay(parts=8)
+    with pytest.raises(ValueError, match="message: blank replaces what is handed on, and team: single"):
+        MathRelay(team="single", message="blank")
     with pytest.raises(ValueError, match="call reset"):
         MathRelay().step({"first": "1"})
 

@@ -218,6 +218,9 @@ def test_episodes_of_another_env_are_refused(tmp_path: Path) -> None:
     record_vector_episodes(Track(2), uniform(Track(2)), 4, path)
     with pytest.raises(ValueError, match=r"of another env: their seats are \['cart'\], and in env \"cues\" \['seat0',"):
         read_vector_episodes([path], Cues(2))
+    namesake = type("Namesake", (Track,), {"name": "circuit"})
+    with pytest.raises(ValueError, match=r'are of env "track", and this run.s env is "circuit": record .* correct the'):
+        read_vector_episodes([path], namesake(2))
     other: VectorEnv = Track(2)
     other.action_spaces = (Discrete(3),)
     with pytest.raises(ValueError, match=r"another env: an action is several, and in env .* one number"):
