@@ -228,7 +228,7 @@ def test_finished_run_is_extended(plan, tmp_path):
     for name, before in (("grown", 2), ("whole", 4)):
         tree = EXACT | {"name": name, "population": {"type": plan, "iterations": before}}
         assert invoke("train", write_config(tmp_path, tree), "--root", tmp_path).exit_code == 0
-        done = invoke("train", "--resume", tmp_path / name, "--set", "population.iterations=4")
+        done = invoke("train", "--resume", tmp_path / name, "--steps", "4")
         assert done.exit_code == 0, done.output
         curves[name] = [line for line in read_lines(tmp_path / name / "metrics.jsonl") if "nash_conv" in line]
     assert len(curves["whole"]) == (5 if plan == "psro" else 4) and curves["grown"] == curves["whole"]
@@ -239,6 +239,8 @@ def test_league_cannot_be_extended(tmp_path):
     assert invoke("train", write_config(tmp_path, tree), "--root", tmp_path).exit_code == 0
     refused = invoke("train", "--resume", tmp_path / "small", "--set", "population.slices=4")
     assert refused.exit_code == 2 and "this kind cannot be made longer" in plain(refused.stderr)
+    refused = invoke("train", "--resume", tmp_path / "small", "--steps", "4")
+    assert refused.exit_code == 2 and "--steps does not fit this run: its stages, or its" in plain(refused.stderr)
 
 
 def test_placement_is_refused_for_other_runs(tmp_path):
