@@ -116,6 +116,7 @@ REFUSED = {
     "parallel, None as observation": (pettingzoo_env("none"), 'pair shows agent "a" None: show it an observation'),
     "parallel, None as reward": (pettingzoo_env("no reward"), 'seat "b" is paid None, which is not a number'),
     "parallel, reward of an unknown agent": (pettingzoo_env("unknown reward"), "pair pays agent 'c', which is none of"),
+    "parallel, a list of rewards": (pettingzoo_env("listed"), "pair returned rewards as a list: a ParallelEnv gives a"),
     "parallel, an unknown agent": (pettingzoo_env("unknown observation"), "pair observes agent 'c', which is none of"),
     "turn-based, reward of an unknown agent": (
         pettingzoo_env("unknown reward", "turns"),

@@ -131,6 +131,8 @@ class Pair(pettingzoo.ParallelEnv):
             rewards = {agent: np.array([1.0]) for agent in there}
         if self.odd == "empty" and self.time == 3:
             rewards = {}
+        if self.odd == "listed":
+            rewards = list(rewards.values())  # type: ignore[assignment]
         if over and self.odd == "silent end":
             self.agents = []
             return {}, rewards, {}, {}, {}
