@@ -299,7 +299,7 @@ def with_split(env: dict[str, Any], split: str) -> dict[str, Any]:
 
 
 def make_episode_runner(
-    env: dict[str, Any], name: str, max_steps: int = 1000, hold_calls: bool = True
+    env: dict[str, Any], name: str, max_steps: int = 1000, hold_calls: bool = False
 ) -> EpisodeRunner:
     """Returns the runner of episodes of at most `max_steps` joint steps in `env` (type, options, and servers if it is
     remote); `hold_calls` as in EpisodeRunner.

@@ -137,7 +137,7 @@ class EpisodeRunner:
         *,
         max_concurrent: int = 1024,
         max_steps: int = 1000,
-        hold_calls: bool = True,
+        hold_calls: bool = False,
     ) -> None:
         self.make_env = make_env
         self.name = name

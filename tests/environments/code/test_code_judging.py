@@ -132,7 +132,6 @@ def ends_of(folder: Path, episodes: int, seconds: float, hang: str) -> dict[bool
         ends[len(episode.nodes) == 2].append(time.monotonic() - began)
 
     seats = {"coder": ScriptedPolicy(coder), "tester": ScriptedPolicy(["#### add(4, 4) -> 8"])}
-    make_env = partial(CoderTester, source=source, split="all", time_limit_s=seconds)
-    arena = EpisodeRunner(make_env, "code", hold_calls=False)  # else all wait for the hung ones
+    arena = EpisodeRunner(partial(CoderTester, source=source, split="all", time_limit_s=seconds), "code")
     asyncio.run(arena.play_all([EpisodeSpec(0, seats, seed) for seed in range(episodes)], Branching(), on_episode=done))
     return ends
