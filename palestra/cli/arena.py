@@ -42,7 +42,7 @@ def arena(
         palestra arena
         palestra arena smollm2
         palestra arena runs/mine:player_0 --only kuhn --only leduc
-        palestra arena http://127.0.0.1:8000/v1#tiny --games 10
+        palestra arena http://127.0.0.1:8000/oai/api/v1#tiny --games 10
         palestra arena mine:answer
     """
     with user_errors():

@@ -88,9 +88,9 @@ def evaluate(  # noqa: PLR0913 - a parameter for each option
         palestra eval runs/spread_mappo --cross --member agent --member random
         palestra eval runs/demo --episodes 3 --show 3
         palestra eval runs/demo --episodes 100 --samples 8
-        palestra eval runs/demo --episodes 100 --judge http://127.0.0.1:8000/v1#judge --against base
+        palestra eval runs/demo --episodes 100 --judge http://127.0.0.1:8000/oai/api/v1#judge --against base
         palestra eval runs/goofspiel --episodes 2000 --best-response 1000000
-        palestra eval math --env difficulty=2 --seats reasoner=http://127.0.0.1:8000/v1#tiny
+        palestra eval math --env difficulty=2 --seats reasoner=http://127.0.0.1:8000/oai/api/v1#tiny
 
     The result of a game that can be enumerated includes NashConv of the policies. In a larger one, --best-response
     gives a lower bound on it (at 95 % confidence), from what trained responses gain. A game of OpenSpiel whose players

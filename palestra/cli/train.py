@@ -32,7 +32,10 @@ def train(  # noqa: PLR0913 - a parameter for each option
     settings: Settings = None,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="length of the run: training steps of language agents, env steps of networks"),
+        typer.Option(
+            min=1,
+            help="length of the run: training steps of language agents, env steps of networks, iterations of PSRO",
+        ),
     ] = None,
     resume: Annotated[
         str | None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -248,12 +249,11 @@ class DashboardApi:
         return known[1]
 
     def _alarms(self, run: CatalogRun) -> list[Alarm]:
-        if not run.file("tasks.jsonl").exists():
-            return run_status.run_alarms(run)
-        try:
-            return cyclic_alarms(cyclicity(*self._record(run).payoffs.pairwise_scores()))
-        except ValueError:  # no games yet, or more than two players
-            return []
+        alarms = run_status.run_alarms(run)
+        if run.file("tasks.jsonl").exists():
+            with suppress(ValueError):  # no games yet, or more than two players
+                alarms += cyclic_alarms(cyclicity(*self._record(run).payoffs.pairwise_scores()))
+        return alarms
 
 
 def base_models(run: CatalogRun) -> dict[str, str]:

@@ -463,6 +463,14 @@ def test_alarms_list_the_rules_that_do_not_fire_with_remedies(tmp_path):
         assert all(rule["is_judged"] is judged for rule in by_metrics)
 
 
+def test_population_has_the_alarm_of_its_mirror(tmp_path):
+    with Run.create(tmp_path, "population: {type: psro}\n", "league") as run:
+        (run.path / "tasks.jsonl").touch()
+        (run.path / "mirror.json").write_text('{"failing_since": "2026-11-28T10:00:00", "error": "it is full"}')
+    found = get(TestClient(build_dashboard(tmp_path), base_url=HERE), "runs/league/alarms")
+    assert [alarm["name"] for alarm in found["alarms"]] == ["mirror is behind"]
+
+
 # ---- one episode
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -242,6 +242,14 @@ def read_result(result: Any, length: int, method: str) -> Any:
             return result
         shown = f"{len(result)} values"
     raise ValueError(f"{method} returned {shown}: return ({RESULT_NAMES[length]}), with a dictionary as info")
+
+
+def check_by_agent(env: Any, **parts: Any) -> None:
+    """Raises ValueError for a part of the result of PettingZoo's parallel env that is no dictionary."""
+    for name, part in parts.items():
+        if not isinstance(part, Mapping):
+            kind = type(part).__name__
+            raise ValueError(f"{env} returned {name} as a {kind}: a ParallelEnv gives a dictionary by agent")
 
 
 def render_package_env(env: Any) -> RenderFrame | None:

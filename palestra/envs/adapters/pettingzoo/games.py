@@ -16,6 +16,7 @@ from palestra.core.config.user_modules import import_object
 from palestra.envs.adapters.gymnasium import (
     action_decoder,
     can_use_action_masks,
+    check_by_agent,
     flat_box_size,
     obs_encoder,
     read_result,
@@ -231,7 +232,6 @@ class ParallelGame(_PettingZooGame):
     def reset(self, seed: int) -> SingleStep:
         self.clear_ended()
         seen, infos = read_result(self.env.reset(seed=seed, **self.reset_arguments), 2, "reset")
-        self._check_by_agent(observations=seen)
         self.check_agents(seen, "observes agent")
         live = {agent for agent in self.env.agents if agent in seen}
         if not live:
@@ -243,7 +243,7 @@ class ParallelGame(_PettingZooGame):
         choices = zip(self.agents, self.action_decoders, actions, strict=True)
         written = {agent: choice.decode(action) for agent, choice, action in choices if agent in live}
         seen, rewards, terminated, truncated, infos = read_result(self.env.step(written), 5, "step")
-        self._check_by_agent(observations=seen, rewards=rewards, terminations=terminated, truncations=truncated)
+        check_by_agent(self.env, observations=seen, rewards=rewards, terminations=terminated, truncations=truncated)
         self.check_agents(rewards, "pays agent")
         self.check_agents(seen, "observes agent")
         self.check_agents(self.env.agents, "plays with agent")
@@ -259,13 +259,6 @@ class ParallelGame(_PettingZooGame):
         step.rewards = [to_reward(rewards.get(agent, 0.0), str(agent)) for agent in self.agents]
         self.write_ends(step, over=not live)
         return step
-
-    def _check_by_agent(self, **parts: Any) -> None:
-        """Raises ValueError for a part of a result that is no dictionary."""
-        for name, part in parts.items():
-            if not isinstance(part, Mapping):
-                kind = type(part).__name__
-                raise ValueError(f"{self.env} returned {name} as a {kind}: a ParallelEnv gives a dictionary by agent")
 
     def _check_given(self, acted: Collection[Any], rewards: Collection[Any], ended: Collection[Any]) -> None:
         """Raises ValueError if an agent that acted gets no reward and others do, or it is gone and has not ended."""
