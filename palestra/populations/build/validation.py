@@ -23,16 +23,15 @@ def validate_population(tree: Tree) -> PopulationConfig:
     """Returns the config of a population run. Raises ValueError for an unknown key or value, and for a length of
     training that is the other kind of agent's."""
     config = validate(population_config(tree), tree)
-    if getattr(config.population, "train_steps", 0) and config.oracle.type != "language":
+    plan = config.population
+    if not config.trains_language_agents and getattr(plan, "train_steps", False):
         raise ValueError(
             f"population.train_steps is for language agents, and oracle.type is {config.oracle.type}: set "
             "population.env_steps"
         )
-    if config.oracle.type == "language" and "env_steps" in config.population.model_fields_set:
-        default = type(config.population).model_fields["env_steps"].default
-        if config.population.env_steps != default:
-            raise ValueError(
-                "population.env_steps is for networks, and oracle.type is language: set population.train_steps, or "
-                "oracle.steps and oracle.episodes"
-            )
+    if config.trains_language_agents and plan.env_steps != type(plan).model_fields["env_steps"].default:
+        raise ValueError(
+            "population.env_steps is for networks, and oracle.type is language: set population.train_steps, or "
+            "oracle.steps and oracle.episodes"
+        )
     return config
