@@ -159,11 +159,14 @@ def test_errors_name_the_fix(base, run, tmp_path, monkeypatch, arguments, messag
     ("config", "key"), [("configs/demo.yaml", "steps"), ("configs/games/spread_mappo.yaml", "env_steps")]
 )
 def test_steps_is_the_length_of_a_run(config, key):
-    """Also after another setting of it, of language agents and of networks; a population counts iterations."""
+    """Also after another setting of it, of language agents and of networks; PSRO counts iterations."""
     dry = invoke("train", config, "--set", f"{key}=5", "--steps", "7", "--dry-run")
     assert dry.exit_code == 0, dry.output
     assert parse(dry.stdout)[key] == 7
-    assert "unknown key steps" in refused("train", "configs/populations/kuhn_psro.yaml", "--steps", "7")
+    dry = invoke("train", "configs/populations/kuhn_psro.yaml", "--steps", "7", "--dry-run")
+    assert parse(dry.stdout)["population"]["iterations"] == 7
+    words = "--steps does not fit this run: its stages, or its population"
+    assert words in refused("train", "configs/populations/rps_league.yaml", "--steps", "7")
     assert invoke("train", config, "--steps", "0").exit_code == 2
 
 
