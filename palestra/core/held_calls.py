@@ -43,7 +43,7 @@ class HeldCalls:
         try:
             return await call
         except BaseException as error:
-            if not isinstance(error, Exception):  # cancelled or interrupted: waits for nobody
+            if not isinstance(error, Exception):  # a cancellation or an interrupt is raised at once
                 settle(turn, None)
             raise
         finally:

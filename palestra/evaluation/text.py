@@ -29,7 +29,7 @@ from palestra.evaluation.target import EvalResult, OnProgress, Target, assign_se
 from palestra.populations.tabular.game_tree import GameTree
 from palestra.populations.workers.action_reader import LMActionReader
 from palestra.runs.seats import resolve_seats
-from palestra.text.build.build import holds_env_calls, make_episode_runner, seat_policies, with_split
+from palestra.text.build.build import make_episode_runner, seat_policies, with_split
 from palestra.text.build.engines import Engines
 from palestra.text.build.policy_resolver import make_policy
 from palestra.text.config import TextConfig
@@ -126,7 +126,7 @@ def open_text_eval(
     sampler = None if in_process else config.sampler
     engines = Engines(config.device, config.max_num_seqs, sampler, kv_cache_gib=config.kv_cache_gib)
     load = partial(load_policy, target=target, engines=engines, sampling=sampling or {})
-    runner = make_episode_runner(changed, split, config.max_joint_steps, holds_env_calls(config))
+    runner = make_episode_runner(changed, split, config.max_joint_steps)
     return TextEvalSetup(runner, names, cache(load), changed, samples)
 
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from palestra.core.config import StrictModel, merge, validate
+from palestra.core.config import StrictModel, is_changed, merge, validate
 from palestra.core.config.own_types import OwnTypes
 from palestra.core.types import TEAM
 from palestra.engine.lora.config import LoraVariantsConfig
@@ -249,12 +249,13 @@ class TextConfig(PolicyRunConfig):
                 found.setdefault("quantize", f"policies.{name}.quantize: {policy.quantize}")
             if isinstance(policy, LoraPolicyConfig):
                 whole = {"use_dora", "modules_to_save", "target_parameters"} & policy.variants.keys()
-                found.setdefault("whole weights", ", ".join(f"policies.{name}.{key}" for key in sorted(whole)))
+                if whole:
+                    found.setdefault("whole weights", ", ".join(f"policies.{name}.{key}" for key in sorted(whole)))
             if isinstance(policy, HumanConfig):
                 found.setdefault("person", f"policies.{name}.type: human")
         return {feature: written for feature, written in found.items() if written}
 
-    def idle_notes(self, world_size: int) -> list[str]:
+    def notes_on_settings(self, world_size: int) -> list[str]:
         """Returns lines on settings that have no effect where the run trains: on a server, or in `world_size`
         processes."""
         if self.parallel and world_size == 1:
@@ -347,9 +348,3 @@ class TextConfig(PolicyRunConfig):
                     "distill, to be scored by it), or leave the teacher out"
                 )
         return self
-
-
-def is_changed(config: BaseModel, key: str) -> bool:
-    """Returns whether a config has the key, with a value that is not its default."""
-    field = type(config).model_fields.get(key)
-    return field is not None and getattr(config, key) != field.default

@@ -52,13 +52,20 @@ def test_every_feature_of_the_table_has_a_setting_here() -> None:
     assert named == set(SETTINGS)
 
 
+def test_conflict_of_a_second_policy_is_found() -> None:
+    second = {"type": "lora", "base": "tiny", "use_dora": True}
+    tree = merge(BASE, {"parallel": "fsdp", "policies": {"second": second}})
+    with pytest.raises(ValueError, match=r"policies\.second\.use_dora exclude each other: these need whole weights"):
+        validate(TextConfig, tree)
+
+
 def test_settings_without_effect_are_named() -> None:
     tree = merge(BASE, {"max_num_seqs": 8, "policies": {"default": {"dtype": "bfloat16", "micro_batch_tokens": 10}}})
     there = validate(TextConfig, merge(tree, SETTINGS["engine"]))
     keys = "max_num_seqs, policies.default.dtype, policies.default.micro_batch_tokens"
-    assert there.idle_notes(1) == [f"{keys}: without effect with engine, the server's own options count"]
-    assert validate(TextConfig, merge(BASE, SETTINGS["engine"])).idle_notes(1) == []
-    assert validate(TextConfig, tree).idle_notes(1) == []
+    assert there.notes_on_settings(1) == [f"{keys}: without effect with engine, the server's own options count"]
+    assert validate(TextConfig, merge(BASE, SETTINGS["engine"])).notes_on_settings(1) == []
+    assert validate(TextConfig, tree).notes_on_settings(1) == []
     sharded = validate(TextConfig, merge(BASE, SETTINGS["fsdp"]))
-    assert sharded.idle_notes(1) == ["parallel: fsdp has no effect in one process: start the run with torchrun"]
-    assert sharded.idle_notes(2) == []
+    assert sharded.notes_on_settings(1) == ["parallel: fsdp has no effect in one process: start the run with torchrun"]
+    assert sharded.notes_on_settings(2) == []

@@ -7,6 +7,7 @@ from palestra.core.config.model import (
     check_folder_name,
     check_policy_names,
     dump,
+    is_changed,
     type_choices,
     validate,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "dump",
     "hide_credentials",
     "import_object",
+    "is_changed",
     "load",
     "load_object",
     "merge",

@@ -144,6 +144,12 @@ def _faults(model: type[BaseModel], tree: Any, error: ValidationError) -> str:
     return "\n".join([f"{len(lines)} faults in the config:", *shown])
 
 
+def is_changed(config: BaseModel, key: str) -> bool:
+    """Returns whether a config has the key, with a value that is not its default."""
+    field = type(config).model_fields.get(key)
+    return field is not None and getattr(config, key) != field.default
+
+
 def dump(config: BaseModel) -> str:
     """Returns the resolved config as YAML, defaults included. `validate(type(config), parse(dump(config)))` restores
     it."""

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from palestra.core.config import StrictModel
+from palestra.core.config import StrictModel, is_changed
 
 T = TypeVar("T")
 
@@ -61,8 +61,7 @@ class LoraVariantsConfig(StrictModel):
     @property
     def variants(self) -> dict[str, Any]:
         """Returns the options of this class that are not their defaults."""
-        fields = LoraVariantsConfig.model_fields
-        return {name: getattr(self, name) for name in fields if getattr(self, name) != fields[name].default}
+        return {name: getattr(self, name) for name in LoraVariantsConfig.model_fields if is_changed(self, name)}
 
 
 class LoraConfig(LoraVariantsConfig):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from palestra.core.config import Tree, validate
+from palestra.core.config import Tree, is_changed, validate
 from palestra.populations.build.build import PopulationConfig
 
 
@@ -24,12 +24,12 @@ def validate_population(tree: Tree) -> PopulationConfig:
     training that is the other kind of agent's."""
     config = validate(population_config(tree), tree)
     plan = config.population
-    if not config.trains_language_agents and getattr(plan, "train_steps", False):
+    if not config.trains_language_agents and is_changed(plan, "train_steps"):
         raise ValueError(
             f"population.train_steps is for language agents, and oracle.type is {config.oracle.type}: set "
             "population.env_steps"
         )
-    if config.trains_language_agents and plan.env_steps != type(plan).model_fields["env_steps"].default:
+    if config.trains_language_agents and is_changed(plan, "env_steps"):
         raise ValueError(
             "population.env_steps is for networks, and oracle.type is language: set population.train_steps, or "
             "oracle.steps and oracle.episodes"

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from palestra.core.accel.devices import resolve_device
 from palestra.core.config import StrictModel, validate
 from palestra.core.failures import RunFailed
 from palestra.core.seeding import derive_seed
@@ -108,8 +107,7 @@ class LanguageWorker:
     def __init__(self, config: LanguageOracle, sides: Sides, seed: int = 0) -> None:
         self.config = config
         self.seed = seed
-        on_cpu = resolve_device(config.device) == "cpu"
-        self.episode_runner = make_episode_runner(config.env, "population", hold_calls=on_cpu)
+        self.episode_runner = make_episode_runner(config.env, "population")
         env = make_env(**config.env)
         self.env_seats: tuple[Seat, ...] = env.seats
         self.sides = sides

@@ -11,6 +11,7 @@ from typing import Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
+from palestra.core.config import is_changed
 from palestra.core.types import Answer, Episode, Node, Seat
 from palestra.text.algorithms.base import TextAlgorithm
 from palestra.text.rollouts.metrics import member_name
@@ -65,7 +66,7 @@ class GroupAlgorithm(TextAlgorithm):
     @model_validator(mode="after")
     def _explores_where_epsilon_is_set(self) -> Self:
         explores = self.branch_at == "turn" and self.continue_from == "epsilon"
-        if not explores and self.epsilon != type(self).model_fields["epsilon"].default:
+        if not explores and is_changed(self, "epsilon"):
             raise ValueError(
                 f"epsilon: {self.epsilon:g} has no effect: it is the probability of a random sibling with "
                 "branch_at: turn and continue_from: epsilon: set these, or remove it"

@@ -10,7 +10,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.core.accel.devices import resolve_device
 from palestra.core.config import load, validate
 from palestra.core.losses import has_dropout
 from palestra.core.seeding import derive_seed
@@ -58,9 +57,8 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     parts = [with_max_length(part, set(names.values())) for part, names in zip(parts, seats, strict=True)]
     policy_names = dict(chain.from_iterable(names.items() for names in seats))
     eval_seats = {name: _eval_seats(config, name) for name in config.evals}
-    hold = (engines is None or isinstance(engines, Engines)) and holds_env_calls(config)
-    eval_runners = _make_runners(config, {name: eval_env_config(config, name) for name in config.evals}, hold)
-    runners = [_make_runners(part, part.named_envs, hold) for part in parts]
+    eval_runners = _make_runners(config, {name: eval_env_config(config, name) for name in config.evals})
+    runners = [_make_runners(part, part.named_envs) for part in parts]
     engines = engines or build_engines(config)
     used = set().union(*(_playing_policies(part, names) for part, names in zip(parts, seats, strict=True)))
     used.update(*(names.values() for names in eval_seats.values()))
@@ -106,7 +104,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
         worker_metrics=pop_metrics,
         ranks=engines.ranks,
         notes=[
-            *config.idle_notes(engines.ranks.world_size),
+            *config.notes_on_settings(engines.ranks.world_size),
             *engines.notes(),
             *biased_sampling_notes(parts, learning),
             *chain.from_iterable(file.notes() for file in read),
@@ -228,16 +226,9 @@ def _eval_seats(config: TextConfig, name: str) -> dict[Seat, str]:
     return resolve_seats(own, list(config.policies), plays, changes, trained)
 
 
-def _make_runners(config: TextConfig, envs: Mapping[str, dict[str, Any]], hold: bool) -> dict[str, EpisodeRunner]:
+def _make_runners(config: TextConfig, envs: Mapping[str, dict[str, Any]]) -> dict[str, EpisodeRunner]:
+    hold = not config.staleness
     return {name: make_episode_runner(env, name, config.max_joint_steps, hold) for name, env in envs.items()}
-
-
-def holds_env_calls(config: TextConfig) -> bool:
-    """Returns whether episodes are played so that they do not depend on how long an env takes: if this process samples,
-    on a CPU, one step after the other. Elsewhere the results depend on time anyhow, and nobody waits."""
-    if config.sampler or config.staleness or resolve_device(config.device) != "cpu":
-        return False
-    return any(isinstance(policy, LMPolicyConfig) for policy in config.policies.values())
 
 
 def _build_eval(
@@ -299,7 +290,7 @@ def with_split(env: dict[str, Any], split: str) -> dict[str, Any]:
 
 
 def make_episode_runner(
-    env: dict[str, Any], name: str, max_steps: int = 1000, hold_calls: bool = False
+    env: dict[str, Any], name: str, max_steps: int = 1000, hold_calls: bool = True
 ) -> EpisodeRunner:
     """Returns the runner of episodes of at most `max_steps` joint steps in `env` (type, options, and servers if it is
     remote); `hold_calls` as in EpisodeRunner.

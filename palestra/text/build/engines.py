@@ -130,11 +130,6 @@ class Engines:
         dtype = config.dtype
         if dtype == "auto":
             dtype = "float32" if train or device == "cpu" else "bfloat16"
-        if config.quantize and self.sharded:
-            raise ValueError(
-                f"quantize: {config.quantize} and parallel: fsdp both divide the weights: set parallel: ddp, or "
-                "quantize: null"
-            )
         # loaded on the CPU and sharded on the way to the device, which need not have room for the whole model
         place = "cpu" if self.sharded else device
         engine = Engine.load(

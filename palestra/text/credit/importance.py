@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from palestra.core.config import StrictModel
+from palestra.core.config import StrictModel, is_changed
 from palestra.core.losses import ImportanceMode
 from palestra.core.types import Sample
 from palestra.text.learners.base import Learner
@@ -48,10 +48,9 @@ class ImportanceSampling(StrictModel):
     def _corrects_where_bounds_are_set(self) -> Self:
         if self.old_logprobs == "trainer" and self.importance_cap is not None:
             return self
-        fields = type(self).model_fields
         for name in ("importance_cap", "importance_floor", "importance_mode"):
             value = getattr(self, name)
-            if value is not None and value != fields[name].default:
+            if value is not None and is_changed(self, name):
                 reason = "old_logprobs: sampler" if self.old_logprobs == "sampler" else "importance_cap: null"
                 raise ValueError(
                     f"{name}: {value} has no effect with {reason}, by which advantages are not corrected: remove it, "

@@ -105,12 +105,7 @@ def load_start(weights: W, config: LoraPolicyConfig) -> W:
 
 
 def new_adapter(config: LoraPolicyConfig, engine: Engine, seed: int) -> Adapter:
-    """Returns a new adapter. Raises ValueError if it needs whole weights of a sharded base."""
-    if engine.sharded_params and (config.use_dora or config.modules_to_save or config.target_parameters):
-        raise ValueError(
-            "use_dora, modules_to_save and target_parameters read whole weights of the base, and parallel: fsdp leaves "
-            "each process only a part of them: set parallel: null, or leave these keys out"
-        )
+    """Returns a new adapter."""
     return Adapter(engine.linear_layers, config.lora, seed=seed, model=engine.model)
 
 

@@ -43,13 +43,19 @@ class Query:
 
 
 class Policy(Protocol):
-    """A policy for the seats of a text env. `name` carries its version."""
+    """A policy for the seats of a text env. `name` carries its version. If this process computes its answers on a CPU,
+    it has an attribute `samples_on_cpu` that is true."""
 
     name: str
 
     async def act(self, query: Query) -> list[Answer]:
         """Returns `query.n` answers."""
         ...
+
+
+def samples_on_cpu(policy: Policy) -> bool:
+    """Returns whether this process computes a policy's answers, on a CPU."""
+    return getattr(policy, "samples_on_cpu", False)
 
 
 def observation_text(observation: Any) -> str:

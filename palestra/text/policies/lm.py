@@ -23,7 +23,7 @@ from palestra.engine.conversation.encoder import NO_TOKENS, ChatEncoder
 from palestra.engine.lora.adapters import Snapshot
 from palestra.engine.sampling.request import Completion, Request
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.text.policies.base import Query, chat_messages, observation_text
+from palestra.text.policies.base import Query, chat_messages, observation_text, samples_on_cpu
 from palestra.text.policies.context import ContextConfig
 from palestra.text.policies.thinking_budget import first_part, join_parts, second_part
 
@@ -76,6 +76,12 @@ class LanguagePolicy:
     history: HistoryMode = "none"
     context: ContextConfig = field(default_factory=ContextConfig)
     _prefixes: dict[bytes, _Prefix] = field(default_factory=dict, init=False)
+
+    @property
+    def samples_on_cpu(self) -> bool:
+        """True if this process computes the answers, on a CPU."""
+        engine = self.sampler.engine
+        return engine is not None and engine.device.type == "cpu"
 
     async def act(self, query: Query, newest: Callable[[], LanguagePolicy] | None = None) -> list[Answer]:
         """Returns `query.n` answers, each with its token ids and log-probabilities.
@@ -290,6 +296,11 @@ class DemonstrationPolicy:
         self.name = student.name
         self._student = student
         self._teacher = teacher
+
+    @property
+    def samples_on_cpu(self) -> bool:
+        """True if this process computes the teacher's answers, on a CPU."""
+        return samples_on_cpu(self._teacher)
 
     async def act(self, query: Query) -> list[Answer]:
         """Returns the teacher's answers, encoded by the student."""

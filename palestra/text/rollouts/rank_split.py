@@ -61,13 +61,7 @@ class RankSplitRunner(EpisodeRunner):
     """An episode runner whose episodes are split over ranks."""
 
     def __init__(self, runner: EpisodeRunner, table: RankSplit) -> None:
-        super().__init__(
-            runner.make_env,
-            runner.name,
-            max_concurrent=runner.max_concurrent,
-            max_steps=runner.max_steps,
-            hold_calls=runner.hold_calls,
-        )
+        super().__init__(runner.make_env, runner.name, max_concurrent=runner.max_concurrent, max_steps=runner.max_steps)
         self.table = table
 
     async def play_all(

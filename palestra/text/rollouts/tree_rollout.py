@@ -33,7 +33,7 @@ from palestra.core.tracing import span
 from palestra.core.types import NO_REWARD, Answer, Episode, Node, Seat, Step
 from palestra.envs.base import ENV_THREADS, NO_REWARD_KEY, Env, require_step
 from palestra.envs.step_values import SUCCESS_KEY, checked_step
-from palestra.text.policies.base import Policy, Query
+from palestra.text.policies.base import Policy, Query, samples_on_cpu
 from palestra.text.rollouts.metrics import CONTEXT_FULL_KEY
 from palestra.text.rollouts.reward_weights import reweigh
 
@@ -128,7 +128,8 @@ class Branch:
 class EpisodeRunner:
     """Plays episodes of one kind of env. `max_concurrent` is the maximum number of concurrent episodes; a trajectory
     that has not ended after `max_steps` joint steps makes a failed episode. With `hold_calls`, env calls that wait are
-    held (held_calls.py), so that episodes do not depend on how long an env takes."""
+    held (held_calls.py) if this process samples for a seat on a CPU, so that episodes do not depend on how long an env
+    takes. Elsewhere they depend on time anyhow."""
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class EpisodeRunner:
         *,
         max_concurrent: int = 1024,
         max_steps: int = 1000,
-        hold_calls: bool = False,
+        hold_calls: bool = True,
     ) -> None:
         self.make_env = make_env
         self.name = name
@@ -168,7 +169,8 @@ class EpisodeRunner:
         `traceback`."""
         seats = {seat: policy.name for seat, policy in spec.policies.items()}
         episode = Episode(self.name, spec.instance, seats)
-        growth = _TreeRollout(episode, spec, branching, self.max_steps, self.hold_calls)
+        hold_calls = self.hold_calls and any(map(samples_on_cpu, spec.policies.values()))
+        growth = _TreeRollout(episode, spec, branching, self.max_steps, hold_calls)
         try:
             env = growth.register_env(self.make_env())
             episode.picture = env.picture

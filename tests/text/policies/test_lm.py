@@ -20,7 +20,7 @@ from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.testing import tiny_lm, tiny_tokenizer
-from palestra.text.policies.base import Query, chat_messages
+from palestra.text.policies.base import Query, chat_messages, samples_on_cpu
 from palestra.text.policies.lm import DemonstrationPolicy, LanguagePolicy
 from palestra.text.policies.scripted import ScriptedPolicy
 from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
@@ -278,6 +278,7 @@ def test_teacher_answers_are_tokenised_for_the_student():
     student = policy(history="conversation")
     teacher = ScriptedPolicy(["up left", "down"], "teacher")
     taught = DemonstrationPolicy(student, teacher)
+    assert samples_on_cpu(student) and not samples_on_cpu(taught)  # its teacher is scripted
     assert taught.name == "speaker@3"
     (first,) = asyncio.run(taught.act(Query("r", "one")))
     tokenizer = student.encoder.tokenizer
