@@ -26,7 +26,7 @@ class EpisodeFilter(StrictModel):
     """The query of /api/runs/RUN/episodes; filters that are left out match every episode."""
 
     outcome: Literal["", "success", "failure", "error"] = ""
-    """How the episode ended."""
+    """Outcome of the episodes: success, failure or error; any if empty."""
     env: str = ""
     """Name of the env."""
     seat: str = ""

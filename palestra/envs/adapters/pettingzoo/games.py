@@ -232,6 +232,7 @@ class ParallelGame(_PettingZooGame):
     def reset(self, seed: int) -> SingleStep:
         self.clear_ended()
         seen, infos = read_result(self.env.reset(seed=seed, **self.reset_arguments), 2, "reset")
+        check_by_agent(self.env, observations=seen)
         self.check_agents(seen, "observes agent")
         live = {agent for agent in self.env.agents if agent in seen}
         if not live:
@@ -350,9 +351,8 @@ class AECGame(_PettingZooGame):
         return dict(getattr(self.env, "_cumulative_rewards", ()))
 
     def check_booked(self, paid: dict[Any, float], before: dict[Any, float]) -> None:
-        """Raises ValueError if what a step `paid` is not what it added to the rewards that `last`
-        reports, which were `before`; PettingZoo's own test of envs refuses that too. An env that
-        never adds anything there is left alone: its `rewards` are meant."""
+        """Raises ValueError if what a step `paid` is not what it added to the rewards that `last` reports, which were
+        `before`, as PettingZoo's own test does. An env that never adds anything there means its `rewards`."""
         after = self.booked_before = self.booked_rewards()
         if after == before and not any(paid.values()):
             return
