@@ -76,7 +76,10 @@ def train(  # noqa: PLR0913 - a parameter for each option
             help="send OpenTelemetry traces to the collector at this URL: http://localhost:4318 (OTLP over HTTP)"
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="check the config, print it resolved, and stop")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="check the config, also with the servers that it names, print it, and stop"),
+    ] = False,
 ) -> None:
     """Train the agents of a config.
 
