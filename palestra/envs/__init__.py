@@ -219,10 +219,12 @@ def env_options(cls: type[Env] | type[VectorEnv]) -> type[BaseModel]:
 def _complaint(
     cls: type[Env] | type[VectorEnv], model: type[BaseModel], where: tuple[int | str, ...], kind: str, message: str
 ) -> str:
-    name = str(where[0])
+    name = ".".join(map(str, where))
     env = cls.name or cls.__name__
-    known = list(model.model_fields)
     if kind == "extra_forbidden":
+        if len(where) > 1:
+            return f'env "{env}" has no option "{name}"'
+        known = list(model.model_fields)
         meant = hint("", name, known, lambda _: ())
         return f'env "{env}" has no option "{name}"{meant} (options: {", ".join(known)})'
     return f'option "{name}" of env "{env}": {message[0].lower()}{message[1:]}'

@@ -115,6 +115,7 @@ class Debate(Env):
         self.weights = weights or ScoreWeights()
         self.reward = reward
         self.rendering = rendering
+        self.is_paid_at_end = mode == "competitive" and judge != "rules"
         self.seats = SEATS[judge]
         self.roles = role_prompts(mode, self.seats, rounds, max_words, rendering == "compact")
         self._over = True

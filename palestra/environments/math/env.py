@@ -34,6 +34,7 @@ UNREADABLE_PENALTY = 0.1  # local penalty of the reasoner for an answer that can
 NO_RUN_PENALTY = 0.05
 UNREADABLE_OUTPUT_PENALTY = 0.05
 SOLVED_REWARD = 1.0  # team reward for a correct final answer
+TOOL_TIME_LIMIT_S = 10.0  # default time limit of a program
 
 MathTeam = Literal["solver_checker", "single"]
 SEATS: dict[MathTeam, tuple[Seat, ...]] = {"solver_checker": ("reasoner", "tool"), "single": ("reasoner",)}
@@ -66,7 +67,7 @@ class Math(Env):
         columns: dict[str, str] | None = None,
         reasoning: list[str] | None = None,
         split: Split | Literal["all"] = "train",
-        tool_time_limit_s: float = 10.0,
+        tool_time_limit_s: float | None = None,
         grader_time_limit_s: float = 2.0,
         unsafe: bool = False,
         reward: RewardMode = "dense",
@@ -75,14 +76,16 @@ class Math(Env):
         self.seats = SEATS[team]
         self.turns = DEFAULT_TURNS[team] if max_turns is None else max_turns
         check_range("max_turns", self.turns, 1, 100)
-        check_range("tool_time_limit_s", tool_time_limit_s, 0.1, 600)
+        if tool_time_limit_s is not None and "tool" not in self.seats:
+            raise ValueError(f"tool_time_limit_s is for programs, and team: {team} writes none: leave it out")
+        self.tool_seconds = TOOL_TIME_LIMIT_S if tool_time_limit_s is None else tool_time_limit_s
+        check_range("tool_time_limit_s", self.tool_seconds, 0.1, 600)
         check_range("grader_time_limit_s", grader_time_limit_s, 0.1, 600)
-        self.tool_seconds = tool_time_limit_s
         self.judge_seconds = grader_time_limit_s
         self.reward = reward
         self.is_compact = rendering == "compact"
         self.source = ProblemSource(kinds, difficulty, split, path, columns, reasoning)
-        self.roles = role_prompts(self.seats, self.turns, tool_time_limit_s, self._form(), self.is_compact)
+        self.roles = role_prompts(self.seats, self.turns, self.tool_seconds, self._form(), self.is_compact)
         if reasoning is None and not (self.source.is_generated and self.is_compact):
             require_package("math")
         self.sandbox = open_sandbox(unsafe) if "tool" in self.seats else None

@@ -10,6 +10,7 @@ import pytest
 from core.http.test_chat_client import Script
 from helpers.toy_debates import expert, play
 
+import palestra as pl
 from palestra.environments.debate.arguments import SIDES
 from palestra.environments.debate.env import Debate
 from palestra.environments.debate.topics import TOPICS_FILE, TopicEntry, draw_file_topic, draw_synthetic_topic
@@ -210,6 +211,17 @@ def test_judge_seat_decides_and_is_rewarded_for_agreeing_with_the_rules(verdict,
     assert steps[-1].info["winner"] == {"both": "draw"}.get(verdict, verdict)
     assert steps[-1].info["rules_winner"] == "pro"
     assert steps[-1].info["invalid"] == {"judge": verdict == "both"}
+
+
+@pytest.mark.parametrize("options", [{"branch_at": "turn"}, {"branch_at": "turn", "continue_from": "random"}])
+def test_answers_are_not_compared_by_turn_where_a_judge_pays_at_the_end(options, tmp_path):
+    policies = {"default": pl.Lora("./no_such_base")}
+    for env in (DRILLS, DRILLS | {"judge": "seat", "mode": "truth"}):
+        with pytest.raises(ValueError, match="no_such_base"):
+            pl.train(env={"type": "debate", **env}, policies=policies, algorithm=pl.GRPO(**options), root=tmp_path)
+    env = {"type": "debate", **DRILLS, "judge": "seat"}
+    with pytest.raises(ValueError, match=r"pays after its last turn, .* set algorithm.branch_at: root"):
+        pl.train(env=env, policies=policies, algorithm=pl.GRPO(**options), root=tmp_path)
 
 
 def test_judge_may_choose_either_side_of_a_draw():
