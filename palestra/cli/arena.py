@@ -46,14 +46,13 @@ def arena(
         palestra arena mine:answer
     """
     with user_errors():
-        from palestra.evaluation.arena.scores import ReferenceRatings, load_references, read_results, write_leaderboard
+        from palestra.evaluation.arena.scores import load_references, read_results, standings_of, write_leaderboard
 
         references = load_references()
-        ratings = ReferenceRatings(references)
         if player:
             _play(player, games, only or [], rendering, temperature, seed, out)
         results = read_results(out)
-        standings = sorted(map(ratings.stand, [*references, *results]), key=lambda one: -one.elo)
+        standings = standings_of(references, results)
         console.print(standings_table(standings, {result.player for result in results}))
         if results:
             print_line(f"leaderboard: {write_leaderboard(out, standings, results)}")
@@ -92,7 +91,7 @@ def standings_table(standings: Sequence[Standing], players: Set[str]) -> Table:
     for place, one in enumerate(standings, 1):
         table.add_row(
             str(place),
-            one.player,
+            one.label,
             f"{one.elo:.0f} ± {one.stderr:.0f}",
             f"{one.nash_average:.0%}",
             f"{one.worst:.0%}",

@@ -83,10 +83,15 @@ class ArenaResult:
         """Returns the score in each game against all opponents together."""
         return {game: reduce(add, row.values()) for game, row in self.scores.items()}
 
-    def by_opponent(self) -> dict[str, Score]:
-        """Returns the score against each opponent in all rated games together."""
+    @property
+    def rated_games(self) -> tuple[str, ...]:
+        """The games that it played and that count for ratings."""
+        return tuple(game for game in RATED_GAMES if game in self.scores)
+
+    def by_opponent(self, games: Sequence[str] = RATED_GAMES) -> dict[str, Score]:
+        """Returns the score against each opponent in `games` together."""
         met: dict[str, Score] = {}
-        for game in RATED_GAMES:
+        for game in games:
             for name, score in self.scores.get(game, {}).items():
                 met[name] = met[name] + score if name in met else score
         return met
@@ -117,10 +122,10 @@ def load_references(path: Path = REFERENCE_FILE) -> list[ArenaResult]:
 class Standing:
     """A player's line in the table. `elo` and its standard error are relative to the reference players, whose mean is
     1200; `nash_average` is the share of points against their equilibrium (Balduzzi et al., 2018), `worst` the lowest
-    share, and `nemesis` who leaves it that. All count the rated games only; `returns` is the mean return in each
-    game."""
+    share, and `nemesis` who leaves it that. All count `rated_by` only; `returns` is the mean return in each game."""
 
     player: str
+    rated_by: tuple[str, ...]
     elo: float
     stderr: float
     nash_average: float
@@ -130,11 +135,34 @@ class Standing:
     forfeits: int
     games: int
 
+    @property
+    def label(self) -> str:
+        """The player's name, and what it is rated by if that is not every rated game."""
+        if len(self.rated_by) == len(RATED_GAMES):
+            return self.player
+        return f"{self.player} ({', '.join(self.rated_by)})"
+
+
+def standings_of(references: Sequence[ArenaResult], results: Sequence[ArenaResult]) -> list[Standing]:
+    """Returns the standings of all players, the highest Elo first. A player is compared with what the reference players
+    reach in the games that it played. Raises ValueError as `stand` does, or if a player has played no rated game."""
+    ratings: dict[tuple[str, ...], ReferenceRatings] = {}
+    standings = []
+    for result in [*references, *results]:
+        games = result.rated_games
+        if not games:
+            raise ValueError(f"{result.player} has played no game that counts for ratings: {', '.join(RATED_GAMES)}")
+        if games not in ratings:
+            ratings[games] = ReferenceRatings(references, games)
+        standings.append(ratings[games].stand(result))
+    return sorted(standings, key=lambda one: -one.elo)
+
 
 class ReferenceRatings:
-    """Elo of the reference players, and their equilibrium, to which players are compared."""
+    """Elo of the reference players in `games`, and their equilibrium, to which players of these games are compared."""
 
-    def __init__(self, references: Sequence[ArenaResult]) -> None:
+    def __init__(self, references: Sequence[ArenaResult], games: Sequence[str] = RATED_GAMES) -> None:
+        self.games = games
         self.names = [result.player for result in references]
         points_RR = np.array([self._points(result) for result in references])
         self.ratings = fit_elo(points_RR, mean=ELO_MEAN)
@@ -144,23 +172,22 @@ class ReferenceRatings:
 
     def _points(self, result: ArenaResult) -> list[float]:
         """Returns a result's points against each reference player."""
-        met = {name: score.points for name, score in result.by_opponent().items()}
+        met = {name: score.points for name, score in result.by_opponent(self.games).items()}
         return [met.get(name, 0.0) for name in self.names]
 
     def stand(self, result: ArenaResult) -> Standing:
-        """Returns a player's standing. Raises ValueError if it played no rated game, or against other players."""
-        met = result.by_opponent()
+        """Returns a player's standing. Raises ValueError if it met others than the reference players."""
+        met = result.by_opponent(self.games)
         if unknown := met.keys() - set(self.names):
             other = min(unknown)
             raise ValueError(f"{result.player} met {other}, no reference player of this version: let it play again")
-        if not met:
-            raise ValueError(f"{result.player} has played no game that counts for ratings: {', '.join(RATED_GAMES)}")
         elo, stderr = self._elo(met)
         share = {name: met[name].share if name in met else 0.5 for name in self.names}  # a reference against itself
         nemesis = min(met, key=lambda name: met[name].share)
         by_game = result.by_game()
         return Standing(
             player=result.player,
+            rated_by=result.rated_games,
             elo=elo,
             stderr=stderr,
             nash_average=float(sum(p * share[name] for p, name in zip(self.equilibrium_R, self.names, strict=True))),
@@ -215,14 +242,14 @@ def write_leaderboard(folder: Path, standings: Sequence[Standing], results: Sequ
         "",
         "Two-player text games against the reference players of `palestra arena`; those in bold are no reference "
         "players. Elo, its standard error, the share of points against the reference players' equilibrium, the lowest "
-        "share and against whom, and the mean return in each game.",
+        "share and against whom, and the mean return in each game. Beside a name: the only games that it is rated by.",
         "",
         f"| player | Elo | equilibrium | worst | against | {' | '.join(GAMES)} |",
         f"|---|---|---|---|---|{'---|' * len(GAMES)}",
     ]
     players = {result.player: result for result in results}
     for one in standings:
-        name = f"**{one.player}**" if one.player in players else one.player
+        name = f"**{one.label}**" if one.player in players else one.label
         returns = [f"{one.returns[game]:.2f}" if game in one.returns else "–" for game in GAMES]
         lines.append(
             f"| {name} | {one.elo:.0f} ± {one.stderr:.0f} | {one.nash_average:.0%} | {one.worst:.0%} | {one.nemesis} | "

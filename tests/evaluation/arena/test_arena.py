@@ -22,10 +22,12 @@ from palestra.evaluation.arena.players import (
     text_game,
 )
 from palestra.evaluation.arena.scores import (
+    RATED_GAMES,
     ArenaResult,
     ReferenceRatings,
     load_references,
     read_results,
+    standings_of,
 )
 from palestra.populations.tabular.best_response import nash_conv
 from scripts.arena_references import play_game, play_references, save_references
@@ -107,6 +109,22 @@ def test_a_reference_player_is_rated_as_among_its_own(
         standing = ratings.stand(shipped[name])
         assert standing.elo == pytest.approx(elo, abs=5)
         assert standing.worst == min(score.share for score in shipped[name].by_opponent().values())
+
+
+def test_a_player_of_one_game_is_compared_with_what_the_reference_players_reach_in_it(
+    shipped: dict[str, ArenaResult],
+) -> None:
+    references = list(shipped.values())
+    in_kuhn = dict(zip(shipped, ReferenceRatings(references, ["kuhn"]).ratings.elo_M, strict=True))
+    for name, result in shipped.items():
+        alone = replace(result, player="x", scores={game: result.scores[game] for game in ("kuhn", "ultimatum")})
+        standings = {one.label: one for one in standings_of(references, [alone])}
+        assert standings["x (kuhn)"].elo == pytest.approx(in_kuhn[name], abs=15)
+        assert standings[name].rated_by == tuple(RATED_GAMES)
+    assert in_kuhn["random"] > standings["random"].elo + 50  # it loses less in Kuhn poker than elsewhere
+    unrated = replace(shipped["random"], player="x", scores={"ultimatum": shipped["random"].scores["ultimatum"]})
+    with pytest.raises(ValueError, match="x has played no game that counts for ratings: kuhn"):
+        standings_of(references, [unrated])
 
 
 def test_a_result_against_players_of_another_version_is_refused(
@@ -197,7 +215,7 @@ def test_command_writes_a_leaderboard(tmp_path: Path, monkeypatch: pytest.Monkey
     done = runner.invoke(app, ["arena", FIRST, "--only", "kuhn", "--games", "5"])
     assert done.exit_code == 0, done.output
     page = (tmp_path / "arena" / "leaderboard.md").read_text()
-    assert f"| **{FIRST}** |" in page and "| solver |" in page
+    assert f"| **{FIRST} (kuhn)** |" in page and "| solver |" in page
     again = runner.invoke(app, ["arena"])
     assert again.exit_code == 0 and "say_first" in again.output
     for wrong, message in {
