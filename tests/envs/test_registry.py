@@ -32,7 +32,6 @@ def test_options_are_coerced_and_defaults_left_out():
         ("sokoban", {"size": "big"}, 'option "size" of env "sokoban": input should be a valid integer'),
         ("sokoban", {"team": "pair"}, "'planner_executor', 'alternating' or 'single'"),
         ("sokoban", {"size": 99}, "size=99 is out of range: give 3 to 12"),
-        ("sokoban", {"shaping": "path", "reward": "outcome"}, "shaping: path is for dense rewards"),
         ("math", {"team": "single", "tool_time_limit_s": 5}, "tool_time_limit_s is for programs, and team: single"),
         ("debate", {"weights": {"form": 2}}, r'"debate" has no option "weights\.form"$'),
         ("debate", {"weights": {"evidence": -1}}, 'option "weights.evidence" of env "debate": input should be greater'),

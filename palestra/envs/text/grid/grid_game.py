@@ -17,7 +17,7 @@ from palestra.envs.base import Env
 from palestra.envs.reward_terms import FORM_TERM, Terms, terms_info, total_rewards
 from palestra.envs.support.answers import mark_answer
 from palestra.envs.support.few_shot import acting_seat
-from palestra.envs.support.options import BoardRendering, RewardMode, Shaping, check_range
+from palestra.envs.support.options import BoardRendering, RewardMode, check_range
 from palestra.envs.text.grid.grid import DIRECTIONS, parse_moves
 
 SOLVED_REWARD = 1.0  # team reward for solving the puzzle; planner's reward for a plan that would solve it
@@ -52,23 +52,14 @@ class GridGame(Env):
     rules_text = ""
 
     def __init__(
-        self,
-        team: GridTeam,
-        max_turns: int,
-        max_moves: int,
-        reward: RewardMode,
-        shaping: Shaping,
-        rendering: BoardRendering,
+        self, team: GridTeam, max_turns: int, max_moves: int, reward: RewardMode, rendering: BoardRendering
     ) -> None:
         check_range("max_turns", max_turns, 1, 1000)
         check_range("max_moves", max_moves, 1, 100)
-        if shaping == "path" and reward == "outcome":
-            raise ValueError("shaping: path is for dense rewards, and reward: outcome pays none: drop one of the two")
         self.seats = SEATS[team]
         self.turns = max_turns
         self.moves = max_moves
         self.reward = reward
-        self.shaping = shaping
         self.rendering = rendering
         self.roles: Mapping[Seat, str] = {seat: self._role(seat) for seat in self.seats}
         self._over = True

@@ -111,11 +111,12 @@ class PlanPath(GridGame):
         self.density = wall_density
         self.split = split
         self.plan_parts = max_waypoints
+        self.shaping = shaping
         self.plan_format = (
             f"A plan is 1 to {max_waypoints} cells to walk to one after the other, each in a straight free line from "
             "the one before, for example: #### r2 c3 r4 c3"
         )
-        super().__init__(team, max_turns, max_moves, reward, shaping, rendering)
+        super().__init__(team, max_turns, max_moves, reward, rendering)
 
     def make_layout(self, seed: int) -> PathLayout:
         return _instance(seed, self.size, self.density, self.split)

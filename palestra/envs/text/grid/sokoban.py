@@ -122,13 +122,14 @@ class Sokoban(GridGame):
             raise ValueError(f"shaping: path counts the moves of one box, but boxes is {boxes}: use shaping: manhattan")
         self.size = size
         self.boxes = boxes
+        self.shaping = shaping
         self.split = split
         self.plan_parts = max_pushes
         push = "a direction, for example: #### left left up"
         if boxes > 1:
             push = "the number of a box and a direction, for example: #### 1 left 2 up"
         self.plan_format = f"A plan is 1 to {max_pushes} pushes, each {push}"
-        super().__init__(team, max_turns, max_moves, reward, shaping, rendering)
+        super().__init__(team, max_turns, max_moves, reward, rendering)
 
     def make_layout(self, seed: int) -> SokobanLayout:
         return _instance(seed, self.size, self.boxes, self.walls, self.split)
