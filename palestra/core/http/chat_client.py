@@ -28,6 +28,9 @@ MAX_ANSWER_BYTES = 32 * 2**20  # bytes of an answer, decompressed
 MAX_PAUSE_S = 30.0  # longest pause in seconds between attempts without Retry-After
 JITTER = 0.25  # share by which pauses vary, so that calls that failed together do not return together
 MAX_REASON_CHARS = 500  # characters of the reason of a refusal
+WITHHELD = ("content_filter", "error")  # finish reasons of an answer that is not the model's whole one
+# Removed once the body is decompressed; what is no UTF-8 is replaced, whatever encoding the endpoint names.
+CONTENT_HEADERS = (b"content-encoding", b"content-type")
 
 
 class EndpointError(RuntimeError):
@@ -178,7 +181,7 @@ class RetryingClient:
                     raise endpoint_error(
                         endpoint, f"sent an answer of more than {MAX_ANSWER_BYTES:,} bytes", self.errors
                     )
-        headers = [(name, value) for name, value in response.headers.multi_items() if name != "content-encoding"]
+        headers = [(name, value) for name, value in response.headers.raw if name.lower() not in CONTENT_HEADERS]
         return _httpx().Response(response.status_code, headers=headers, content=bytes(content))
 
 
@@ -208,21 +211,25 @@ def _reason(endpoint: Endpoint, response: httpx.Response) -> str:
     try:
         error = response.json()["error"]
         text = f"{error['message']} ({error.get('code')})"
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         text = response.text
     return _mask(endpoint, text)[:MAX_REASON_CHARS]
 
 
 def _message(response: httpx.Response) -> Json | None:
-    """Returns the first choice's message with the choice's `finish_reason`; None if it has neither content nor calls
-    nor a thought, and was not cut at its length."""
+    """Returns the first choice's message with the choice's `finish_reason`; None if the endpoint withheld it or reports
+    an error beside it, if its calls are no calls, or if it has neither content nor calls nor a thought and was not cut
+    at its length."""
     try:
-        choice = response.json()["choices"][0]
+        reply = response.json()
+        choice = reply["choices"][0]
         message = choice["message"] | {"finish_reason": choice.get("finish_reason")}
-    except (ValueError, LookupError, TypeError, AttributeError):
+        names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+        is_withheld = message["finish_reason"] in WITHHELD or reply.get("error") or choice.get("error")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    says = isinstance(message.get("content"), str) or message.get("tool_calls") or thought_of(message)
-    if not says and message["finish_reason"] != "length":
+    says = isinstance(message.get("content"), str) or names or thought_of(message)
+    if is_withheld or not (says or message["finish_reason"] == "length"):
         return None
     return _part_thought(message)
 

@@ -82,7 +82,7 @@ class EndpointPolicy:
         except RequestRefused as refused:
             if refused.status == 400 and isinstance(request_error(refused.reason), ContextLengthExceeded):
                 raise ContextLengthExceeded(
-                    f"{config.model} at {config.completions_url} answered: {refused.reason}. Shorten the observation "
+                    f"{config.model} at {config.completions_url} answered {refused.reason!r}: shorten the observation "
                     "or lower max_tokens"
                 ) from refused
             raise
@@ -148,6 +148,6 @@ def _read(response: Any, token_ids: Sequence[int]) -> np.ndarray | None:
         tokens = response.json()["choices"][0]["prompt_logprobs"]
         pairs = zip(tokens[1:], token_ids[1:], strict=True)
         values = [float(each[str(token)]["logprob"]) for each, token in pairs]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None
     return np.array(values, np.float32) if all(map(math.isfinite, values)) else None

@@ -50,6 +50,7 @@ def check_logprobs(
     log-probabilities exceeds `tolerance` (None: 1e-3 in float32, 0.05 otherwise) or is NaN.
     """
     limit = tolerance or (1e-3 if engine.dtype == torch.float32 else 0.05)
+    sampler.vocabulary = engine.model.config.get_text_config().vocab_size
     _check_masks(sampler, policies)
     adapters = [_random(engine, claim.lora, seed) if claim.lora else None for seed, claim in enumerate(policies)]
     if sampler.zero_adapter is None and any(adapters):

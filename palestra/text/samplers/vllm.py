@@ -20,9 +20,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from pydantic import ValidationError
 
 from palestra.core.http.loop_thread import LoopThread
 from palestra.core.http.retry import RETRY_STATUSES, RetryPolicy
@@ -38,6 +39,8 @@ from palestra.text.samplers.processes import SamplerProcesses
 
 if TYPE_CHECKING:
     import aiohttp
+
+ReplyT = TypeVar("ReplyT", bound=wire.ReplyPart)
 
 COMPLETIONS_PATH = "/v1/completions"
 PAUSES = RetryPolicy(0.1, 5.0)  # for which a server gets no requests after failures in a row
@@ -110,6 +113,7 @@ class VllmSampler(SamplerProtocol):
         # Works around a vLLM bug (seen on 0.32 for CPUs; pull requests 48421 and 49656): in a batch
         # with an adapter's rows, rows without an adapter got the adapter of their neighbours.
         self.zero_adapter: Snapshot | None = None
+        self.vocabulary: int | None = None  # tokens of the base, once it is known
         self.failure: Exception | None = None
         self._puts: dict[str, asyncio.Task[Path]] = {}
         self._watched: set[str] = set()  # adapters that are unloaded with their snapshots
@@ -151,15 +155,22 @@ class VllmSampler(SamplerProtocol):
     # ---- on the HTTP thread
 
     async def _meet(self, server: SamplerServer) -> None:
-        cards = (await self._patiently(server, lambda: self._send(server, "GET", "/v1/models")))["data"]
-        bases = [card for card in cards if not card.get("parent")]
-        names = [str(card["id"]) for card in bases]
+        bases = await self._patiently(server, lambda: self._bases(server))
+        names = [card.id for card in bases]
         server.model = server.model or names[0]
         if server.model not in names:
             raise ValueError(
                 f'the sampler at {server.url} serves {", ".join(names)}, not "{server.model}": set sampler.model'
             )
-        server.is_palestra = bases[0].get("owned_by") == wire.PALESTRA_OWNER
+        server.is_palestra = bases[0].owned_by == wire.PALESTRA_OWNER
+
+    async def _bases(self, server: SamplerServer) -> list[wire.ModelCard]:
+        """Returns the bases that a server lists, at least one."""
+        listed = _read(server, wire.ModelList, await self._send(server, "GET", "/v1/models"))
+        bases = [card for card in listed.data if not card.parent]
+        if not bases:
+            raise _unlike_vllm(server, "/v1/models lists no model")
+        return bases
 
     async def _patiently(self, server: SamplerServer, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Returns the result of `work`, retried for up to 10 s while the server is unreachable.
@@ -231,7 +242,8 @@ class VllmSampler(SamplerProtocol):
                 try:
                     model = await self._model(server, request)
                     body = wire.build_completion_body(request, model, keep=request.keep_kv and server.is_palestra)
-                    return _answers(server, await self._send(server, "POST", COMPLETIONS_PATH, body), request)
+                    reply = await self._send(server, "POST", COMPLETIONS_PATH, body)
+                    return _answers(server, reply, request, self.vocabulary)
                 except AdapterLost:
                     server.adapter_loads.clear()
             raise ServerUnavailable(f"the sampler at {server.url} loses adapters as soon as they are loaded")
@@ -309,7 +321,7 @@ class VllmSampler(SamplerProtocol):
                 f"no answer from the sampler at {server.url}: {error or type(error).__name__}"
             ) from error
         if status < 300:
-            return json.loads(content) if content[:1] in (b"{", b"[") else content.decode()
+            return _parse(content)
         message = f"the sampler at {server.url} answered {status}: {_message(content)}"
         if status in (401, 403):
             raise ValueError(f"{message}. Put its key into the environment variable that sampler.key_env names.")
@@ -348,31 +360,67 @@ def _close(aside: LoopThread, exchange: AdapterStore) -> None:
     exchange.close()
 
 
-def _answers(server: SamplerServer, reply: Any, request: Request) -> list[Completion]:
-    """Parses completions: token_ids [T] int32 and logprobs [T] float32. Raises ValueError if token ids are missing."""
-    choices = sorted(reply["choices"], key=lambda choice: choice["index"])
+def _read(server: SamplerServer, kind: type[ReplyT], reply: Any) -> ReplyT:
+    """Returns the reply of a server as a `kind`. Raises ServerUnavailable if it is no JSON object, as from a proxy, and
+    ValueError if it is not of that kind."""
+    if not isinstance(reply, dict):
+        raise ServerUnavailable(f"the sampler at {server.url} answered {str(reply)[:80]!r}, which is no JSON object")
+    try:
+        return kind.model_validate(reply)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_input=False)[0]
+        raise _unlike_vllm(server, f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}") from None
+
+
+def _unlike_vllm(server: SamplerServer, fault: str) -> ValueError:
+    return ValueError(
+        f"the answer of the sampler at {server.url} cannot be used: {fault}. It must answer as vLLM does since 0.10.2, "
+        "with token_ids and the log-probability of each"
+    )
+
+
+def _answers(server: SamplerServer, reply: Any, request: Request, vocabulary: int | None) -> list[Completion]:
+    """Returns the completions in a reply: token_ids [T] int32 and logprobs [T] float32. Raises ValueError if it does not
+    hold as many as requested, or one that cannot be an answer to the request, and ServerUnavailable if the server
+    aborted one."""
+    choices = sorted(_read(server, wire.CompletionReply, reply).choices, key=lambda choice: choice.index)
     count = wire.num_completions(request)
-    if len(choices) != count or any(choice.get("token_ids") is None for choice in choices):
-        raise ValueError(
-            f"the sampler at {server.url} returned no token ids for {count} answers: it must support "
-            "return_token_ids, as vLLM "
-            "does since 0.10.2"
-        )
+    if [choice.index for choice in choices] != list(range(count)):
+        raise _unlike_vllm(server, f"{len(choices)} choices for {count} answers, or two of one index")
+    for choice in choices:
+        _check_choice(server, choice, request, vocabulary)
     answers = [
         Completion(
-            np.array(choice["token_ids"], np.int32),
-            np.array(choice["logprobs"]["token_logprobs"], np.float32),
-            "stop" if choice["finish_reason"] == "stop" else "length",
-            sampling_mask=_sampling_mask(choice) if request.sampling.records_mask else None,
-            routed_experts=_routed_experts(choice.get("routed_experts")),
+            np.array(choice.token_ids, np.int32),
+            np.array(choice.logprobs.token_logprobs, np.float32),
+            "stop" if choice.finish_reason == "stop" else "length",
+            sampling_mask=_sampling_mask(server, choice) if request.sampling.records_mask else None,
+            routed_experts=_routed_experts(choice.routed_experts),
         )
         for choice in choices
     ]
     return answers * (request.n // count)
 
 
-def _sampling_mask(choice: dict[str, Any]) -> SamplingMask:
-    return SamplingMask.join([np.array(ids, np.int32) for ids in choice["sampling_mask"]])
+def _check_choice(
+    server: SamplerServer, choice: wire.CompletionChoice, request: Request, vocabulary: int | None
+) -> None:
+    """Raises an error as `_answers` does."""
+    if choice.finish_reason == "abort":
+        raise ServerUnavailable(f"the sampler at {server.url} aborted an answer")
+    length = len(choice.token_ids)
+    if len(choice.logprobs.token_logprobs) != length:
+        raise _unlike_vllm(server, f"{len(choice.logprobs.token_logprobs)} log-probabilities of {length} tokens")
+    if length > request.sampling.max_tokens:
+        raise _unlike_vllm(server, f"{length} tokens where max_tokens is {request.sampling.max_tokens}")
+    if vocabulary is not None and max(choice.token_ids) >= vocabulary:
+        raise _unlike_vllm(server, f"token {max(choice.token_ids)} of a base with {vocabulary} tokens")
+
+
+def _sampling_mask(server: SamplerServer, choice: wire.CompletionChoice) -> SamplingMask:
+    if choice.sampling_mask is None or len(choice.sampling_mask) != len(choice.token_ids):
+        raise _unlike_vllm(server, "it has no sampling_mask for each token")
+    return SamplingMask.join([np.array(ids, np.int32) for ids in choice.sampling_mask])
 
 
 def _routed_experts(encoded: str | None) -> np.ndarray | None:
@@ -383,6 +431,14 @@ def _routed_experts(encoded: str | None) -> np.ndarray | None:
     if not isinstance(encoded, str):
         raise ValueError("routed experts of vLLM 0.21 cannot be read: install vLLM 0.22 or newer")
     return np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False).astype(np.int32)
+
+
+def _parse(content: bytes) -> Any:
+    """Returns the JSON in a body; its text if it holds none."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return content.decode(errors="replace")
 
 
 def _message(content: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Request bodies of the sampler HTTP API: the supported subset of vLLM's variant of OpenAI completions.
+"""Requests and replies of the sampler HTTP API: the supported subset of vLLM's variant of OpenAI completions.
 
 Token ids go in (`prompt`) and come out (`token_ids`, requested by `return_token_ids`), with the log-probability of each
 sampled token (`logprobs: 0`). `POST /v1/load_lora_adapter` loads an adapter from a folder; its name is then a model.
@@ -23,6 +23,7 @@ KEY_VARIABLE = "PALESTRA_SAMPLER_KEY"  # default environment variable of the API
 READY_PREFIX = "sampling at "  # prefix of the output line with the server's address
 MAX_COMPLETIONS = 4096
 MAX_CHOICES = 4096
+MAX_LOGPROB = 1e-3  # of a token: 0, with room for rounding
 ERROR_TYPES = {401: "AuthenticationError", 404: "NotFoundError", 429: "RateLimitError", 500: "InternalServerError"}
 
 Name = Annotated[str, Field(min_length=1, max_length=512)]
@@ -93,6 +94,49 @@ class UnloadAdapterBody(RequestBody):
     """Body of /v1/unload_lora_adapter."""
 
     lora_name: Name
+
+
+class ReplyPart(BaseModel):
+    """A part of what a server answers. Its types are exact, and what vLLM adds with its versions is left."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class ModelCard(ReplyPart):
+    """A model that a server lists: a base, or an adapter, whose `parent` is its base."""
+
+    id: str
+    parent: str | None = None
+    owned_by: str = ""
+
+
+class ModelList(ReplyPart):
+    """The reply of /v1/models."""
+
+    data: list[ModelCard]
+
+
+class TokenLogprobs(ReplyPart):
+    """The log-probability of each token of a completion."""
+
+    token_logprobs: list[Annotated[float, Field(le=MAX_LOGPROB, allow_inf_nan=False)]]
+
+
+class CompletionChoice(ReplyPart):
+    """One completion. A server ends it as "abort" if it is stopped meanwhile."""
+
+    index: int
+    token_ids: Annotated[TokenIds, Field(min_length=1)]
+    logprobs: TokenLogprobs
+    finish_reason: Literal["stop", "length", "abort"]
+    sampling_mask: list[TokenIds] | None = None
+    routed_experts: Any = None
+
+
+class CompletionReply(ReplyPart):
+    """The reply of /v1/completions."""
+
+    choices: list[CompletionChoice]
 
 
 def build_completion_body(request: Request, model: str, *, keep: bool) -> dict[str, Any]:

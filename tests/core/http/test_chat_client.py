@@ -53,7 +53,7 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in headers:
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
+        self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
 
     def log_message(self, *_):
         pass
@@ -130,9 +130,43 @@ def test_unreachable_endpoint_is_reported():
         ask(server, retries=1)
 
 
-@pytest.mark.parametrize("body", [{}, {"choices": []}, {"choices": [{"message": "hi"}]}, [], "no"])
+def said(finish_reason="stop", **message):
+    return {"choices": [{"message": {"role": "assistant", "content": "fine", **message}, "finish_reason": finish_reason}]}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"choices": []},
+        {"choices": [{"message": "hi"}]},
+        [],
+        "no",
+        b"[" * 100_000,
+        said("content_filter"),
+        said("error"),
+        said() | {"error": {"message": "the provider failed", "code": 502}},
+        {"choices": [said()["choices"][0] | {"error": {"code": 502}}]},
+        *(said(tool_calls=calls) for calls in ("rubbish", 7, {"a": 1}, ["a"], [{"id": "1"}], [{"function": "f"}])),
+        said(tool_calls=[{"type": "function", "function": {"arguments": "{}"}}]),
+    ],
+)
 def test_invalid_completion_is_reported(body):
     with Script((200, body)) as server, pytest.raises(EndpointError, match="without a completion"):
+        ask(server, retries=0)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "header"),
+    [
+        *((400, b"zz\xff", ("Content-Type", f"text/plain; charset={name}")) for name in ("hex", "idna", "undefined")),
+        (429, {}, ("Retry-After", "\u00b2")),
+        (429, {}, ("Retry-After", "soon")),
+        (400, b"[" * 100_000, ("X", "y")),
+    ],
+)
+def test_headers_and_bodies_that_cannot_be_read_are_reported(status, body, header):
+    with Script((status, body, header)) as server, pytest.raises(EndpointError, match=f"HTTP {status}"):
         ask(server, retries=0)
 
 
