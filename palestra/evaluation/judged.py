@@ -180,7 +180,10 @@ def _judgement(outcome: list[Answer] | BaseException) -> Judgement:
         return Judgement(None, error=describe_error(outcome).message)
     if isinstance(outcome, BaseException):
         raise outcome
-    return Judgement(read_verdict(outcome[0].text), outcome[0].text, outcome[0].stop_reason == "length")
+    answer = outcome[0]
+    is_cut = answer.stop_reason == "length"
+    verdict = None if is_cut else read_verdict(answer.text)  # "A" may be the beginning of "A is worse"
+    return Judgement(verdict, answer.text, is_cut)
 
 
 def question(a: Episode, b: Episode) -> str:

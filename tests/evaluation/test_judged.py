@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from core.http.test_chat_client import Script
 from typer.testing import CliRunner
 
 from palestra.cli.main import app
@@ -94,6 +95,15 @@ def test_a_failed_judgement_loses_neither_the_other_order_nor_other_pairs() -> N
         "win_rate": 0.5,
     }
     assert found.error == "ContextLengthExceeded: 2000 tokens"
+
+
+def test_a_reply_that_is_cut_gives_no_verdict() -> None:
+    """It may be the beginning of "A is worse"."""
+    said = {"choices": [{"message": {"role": "assistant", "content": "Well.\nA"}, "finish_reason": "length"}]}
+    with Script((200, said)) as server:
+        judge = EndpointPolicy("judge", EndpointConfig(url=server.url, model="m"))
+        first, second = asyncio.run(judge_pair(judge, reply_of("yes!"), reply_of("no!"), 0))
+    assert (first.verdict, second.verdict) == (None, None) and first.is_cut and second.reply == "Well.\nA"
 
 
 def test_unreadable_judgements_give_no_result() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from palestra.core.failures import ContextLengthExceeded
 from palestra.text.policies.base import Query
 
 
@@ -25,3 +26,11 @@ def stumble(query: Query, rng: random.Random) -> str:
 
 def fall(query: Query, rng: random.Random) -> str:
     raise RuntimeError("no power")
+
+
+def overflow(query: Query, rng: random.Random) -> str:
+    """Takes no prompt that tells of a move."""
+    assert query.legal_actions
+    if "bet" in query.observation.partition("Say")[0] or "pass" in query.observation.partition("Say")[0]:
+        raise ContextLengthExceeded("this prompt is too long")
+    return query.legal_actions[0]

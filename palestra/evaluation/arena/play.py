@@ -21,6 +21,7 @@ from palestra.text.build.build import make_episode_runner
 from palestra.text.build.engines import Engines
 from palestra.text.policies.base import Policy
 from palestra.text.policies.scripted import ExpertPolicy, ScriptedPolicy
+from palestra.text.rollouts.metrics import CONTEXT_FULL_KEY
 from palestra.text.training.trainer import play_instances
 
 MAX_NUM_SEQS = 512  # sequences that are sampled at once
@@ -68,9 +69,9 @@ async def _play_all(player: str, policy: Policy, options: ArenaOptions, on_progr
         texts = texts_of(player, game, options.rendering)
         played = await _play_game(game, policy, texts, options, on_progress)
         scores[game] = {name: score_episodes(game, episodes) for name, episodes in played.items()}
-        failed = [episode for episode, _ in chain(*played.values()) if episode.error]
-        has_failed = len(failed) == options.count * len(REFERENCES)
-        notes += forfeit_notes(game, scores[game], failed)
+        episodes = [episode for episode, _ in chain(*played.values())]
+        has_failed = all(episode.error for episode in episodes)
+        notes += forfeit_notes(game, scores[game], episodes)
         if has_failed:
             notes.append("it failed in all games of one kind, so all later ones are forfeited")
         elif (gap := read_exploitability(game, policy, texts)) is not None:
@@ -78,14 +79,23 @@ async def _play_all(player: str, policy: Policy, options: ArenaOptions, on_progr
     return ArenaResult(player, scores, exploitability, notes)
 
 
-def forfeit_notes(game: str, scores: Mapping[str, Score], failed: Sequence[Episode]) -> list[str]:
+def forfeit_notes(game: str, scores: Mapping[str, Score], episodes: Sequence[Episode]) -> list[str]:
     """Returns lines that say how many games were forfeited, and why."""
     notes = []
+    failed = [episode for episode in episodes if episode.error]
+    overfull = sum(map(has_full_context, episodes))
     if failed:
         notes.append(f"{game}: {len(failed)} games forfeited, since it failed: {(failed[0].error or '').strip()}")
-    if invalid := sum(score.forfeits for score in scores.values()) - len(failed):
+    if overfull:
+        notes.append(f"{game}: {overfull} games forfeited by a prompt that is too long for it")
+    if invalid := sum(score.forfeits for score in scores.values()) - len(failed) - overfull:
         notes.append(f"{game}: {invalid} games forfeited by an answer that is no legal word")
     return notes
+
+
+def has_full_context(episode: Episode) -> bool:
+    """True if a game ended because the next prompt did not fit the player's model."""
+    return any(node.info.get(CONTEXT_FULL_KEY) for node in episode.nodes)
 
 
 async def _play_game(
@@ -119,7 +129,7 @@ def score_episodes(game: str, episodes: Sequence[tuple[Episode, Seat]]) -> Score
     returns: list[tuple[float, float]] = []
     forfeits = 0
     for episode, seat in episodes:
-        if episode.error or any(node.is_invalid(seat) for node in episode.nodes):
+        if episode.error or has_full_context(episode) or any(node.is_invalid(seat) for node in episode.nodes):
             returns.append(lost)
             forfeits += 1
             continue

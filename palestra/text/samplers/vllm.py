@@ -308,7 +308,9 @@ class VllmSampler(SamplerProtocol):
         the server's message.
         """
         try:
-            async with self._http.request(method, server.url.rstrip("/") + path, json=body) as answer:
+            # a redirect would send prompts to a server that the config does not name
+            call = self._http.request(method, server.url.rstrip("/") + path, json=body, allow_redirects=False)
+            async with call as answer:
                 status = answer.status
                 content = await answer.read()
         except TimeoutError as error:
@@ -380,9 +382,11 @@ def _unlike_vllm(server: SamplerServer, fault: str) -> ValueError:
 
 
 def _answers(server: SamplerServer, reply: Any, request: Request, vocabulary: int | None) -> list[Completion]:
-    """Returns the completions in a reply: token_ids [T] int32 and logprobs [T] float32. Raises ValueError if it does not
-    hold as many as requested, or one that cannot be an answer to the request, and ServerUnavailable if the server
-    aborted one."""
+    """Returns the completions in a reply: token_ids [T] int32 and logprobs [T] float32.
+
+    Raises ValueError if it does not hold as many as requested, or one that cannot be an answer to the request, and
+    ServerUnavailable if the server aborted one.
+    """
     choices = sorted(_read(server, wire.CompletionReply, reply).choices, key=lambda choice: choice.index)
     count = wire.num_completions(request)
     if [choice.index for choice in choices] != list(range(count)):

@@ -131,7 +131,9 @@ def test_unreachable_endpoint_is_reported():
 
 
 def said(finish_reason="stop", **message):
-    return {"choices": [{"message": {"role": "assistant", "content": "fine", **message}, "finish_reason": finish_reason}]}
+    return {
+        "choices": [{"message": {"role": "assistant", "content": "fine", **message}, "finish_reason": finish_reason}]
+    }
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,15 @@ def test_rubbish_and_failures_lose_by_rule() -> None:
     assert 0 < sum(score.forfeits for score in stumbling.scores["kuhn"].values()) < 48
 
 
+def test_a_prompt_that_is_too_long_for_the_player_is_a_forfeit() -> None:
+    result = enter_arena("helpers.arena_players:overflow", ArenaOptions(["kuhn"], count=4))
+    scores = result.scores["kuhn"].values()
+    forfeits = sum(score.forfeits for score in scores)
+    assert 24 <= forfeits < 48  # as the second player it is told of a move at once
+    assert result.notes == [f"kuhn: {forfeits} games forfeited by a prompt that is too long for it"]
+    assert all(score.points <= score.games - score.forfeits for score in scores)
+
+
 def test_one_kind_of_game_twice_gives_the_same_digits() -> None:
     options = ArenaOptions(["kuhn", "tic_tac_toe"], count=4, seed=3)
     assert enter_arena(FIRST, options) == enter_arena(FIRST, options)

@@ -121,9 +121,7 @@ def test_a_usable_reply_is_read_whatever_else_it_holds(front: Front, connect: Ca
         ({"object": "error"}, "choices: Field required"),
     ],
 )
-def test_an_unusable_reply_is_refused(
-    front: Front, connect: Callable[[], VllmSampler], reply: Any, fault: str
-) -> None:
+def test_an_unusable_reply_is_refused(front: Front, connect: Callable[[], VllmSampler], reply: Any, fault: str) -> None:
     front.replies = [reply]
     with pytest.raises(ValueError, match=rf"sampler at http://127.0.0.1:\d+ cannot be used: .*{fault}"):
         ask(connect())
