@@ -72,6 +72,7 @@ class RemoteEnv(Env):
 
     def __init__(self, spec: RemoteEnvSpec) -> None:
         self.spec = spec
+        self.name = spec.kind.type  # type: ignore[misc]  # of the server's env, not of this class
         self.seats = spec.seats
         self.roles = spec.roles
         self._connection: EnvConnection | None = None
@@ -101,7 +102,7 @@ class RemoteEnv(Env):
     async def step(self, actions: dict[Seat, Any]) -> Step:
         encoded = encode_mapping(actions)
         try:
-            reply = await self._asked(pb.Request(session=self._session, step=encoded))
+            reply = await self._asked(pb.Request(session=self._session, step=encoded), "step")
             step = reply.step
         except SessionLost as lost:
             step = await self._replay([*self._actions, encoded], str(lost))
@@ -137,18 +138,18 @@ class RemoteEnv(Env):
 
     # ---- requests and replay
 
-    async def _asked(self, request: pb.Request) -> pb.Reply:
-        """Sends a request of the open session and returns the reply.
+    async def _asked(self, request: pb.Request, kind: str) -> pb.Reply:
+        """Sends a request of the open session and returns the reply, which is of that kind.
 
-        Raises ValueError before `reset`, SessionLost if the session no longer exists, and what the env raised.
+        Raises ValueError before `reset`, SessionLost if the session no longer exists, RuntimeError for a reply of
+        another kind, and what the env raised.
         """
         if self._seed is None:
             raise ValueError("no game is open: call reset(seed) first")
         if self._connection is None:
             raise SessionLost("it was lost before it was forked")
         reply = await self._connection.call(request, self.spec.server_config.request_timeout)
-        if reply.HasField("fault"):
-            raise _raised(reply.fault, self._connection.address)
+        _check_reply(reply, kind, self._connection.address)
         return reply
 
     async def _replay(self, actions: list[pb.Pairs], why: str) -> pb.Step:
@@ -186,12 +187,13 @@ class RemoteEnv(Env):
                 connection.draining = True
                 continue
             self._take_instance(reply, connection.address)
-            if reply.HasField("fault"):
-                raise _raised(reply.fault, connection.address)
+            _check_reply(reply, "opened", connection.address)
+            if len(reply.opened.steps) != 1 + len(actions):
+                raise _wrong_reply(connection.address, f"{len(reply.opened.steps)} steps for {1 + len(actions)}")
             self._compare(reply.opened.steps, why)
             return reply.opened.steps[-1]
         raise RuntimeError(
-            f"env {self._name} lost its server {MAX_LOST_SERVERS} times in a row, {len(actions)} joint steps into an "
+            f'env "{self.name}" lost its server {MAX_LOST_SERVERS} times in a row, {len(actions)} joint steps into an '
             f"instance. That step may bring servers down, or take longer than the deadline: {why}"
         )
 
@@ -211,10 +213,10 @@ class RemoteEnv(Env):
 
     def _compare(self, steps: Any, why: str) -> None:
         """Raises RuntimeError if a replayed step differs from the recorded digest."""
-        for number, (step, before) in enumerate(zip(steps, self._step_digests, strict=False)):
+        for number, (step, before) in enumerate(zip(steps, self._step_digests, strict=False)):  # one may be new
             if step_digest(step) != before:
                 raise RuntimeError(
-                    f"env {self._name} is not a function of its seed and the actions: replayed after its server "
+                    f'env "{self.name}" is not a function of its seed and the actions: replayed after its server '
                     f"was lost ({why}), joint step {number} differs. `palestra.envs.check_env` finds such faults; "
                     "all servers of an env must also have equal versions and data"
                 )
@@ -222,10 +224,6 @@ class RemoteEnv(Env):
     def _noted(self, step: pb.Step) -> Step:
         self._step_digests.append(step_digest(step))
         return read_step(step)
-
-    @property
-    def _name(self) -> str:
-        return f'"{self.spec.kind.type}"'
 
 
 class RemoteEnvWithExpert(RemoteEnv):
@@ -240,13 +238,13 @@ class RemoteEnvWithExpert(RemoteEnv):
         for _ in range(MAX_LOST_SERVERS):
             try:
                 request.session = self._session
-                answered = (await self._asked(request)).said
+                answered = (await self._asked(request, "said")).said
                 restore_rng_state(rng, answered.random)
                 return read_value(answered.answer)
             except SessionLost as lost:
                 await self._replay(self._actions, str(lost))
         raise RuntimeError(
-            f"the expert of env {self._name} was asked {MAX_LOST_SERVERS} times, and its server lost each time"
+            f'the expert of env "{self.name}" was asked {MAX_LOST_SERVERS} times, and its server lost each time'
         )
 
 
@@ -297,6 +295,19 @@ async def _description(place: EnvServersConfig, address: str, kind: pb.Kind) -> 
     if description.HasField("fault"):
         raise ValueError(description.fault.message)
     return description
+
+
+def _check_reply(reply: pb.Reply, kind: str, address: str) -> None:
+    """Raises what the env raised, and RuntimeError for a reply of another kind, which would be read as an empty step: an
+    episode that is over."""
+    if reply.HasField("fault"):
+        raise _raised(reply.fault, address)
+    if (found := reply.WhichOneof("what")) != kind:
+        raise _wrong_reply(address, f'"{found or "nothing"}" where "{kind}" was asked for')
+
+
+def _wrong_reply(address: str, what: str) -> RuntimeError:
+    return RuntimeError(f"the env server at {address} replied {what}: start it with this version of palestra")
 
 
 def _raised(fault: pb.Fault, address: str) -> Exception:

@@ -76,6 +76,8 @@ def read_mapping(message: pb.Pairs) -> dict[Any, Any]:
     for pair in message.pairs:
         value = pair.value
         found[pair.name or _key(pair)] = value.text or read_value(value)  # fast path for text
+    if len(found) < len(message.pairs):
+        raise ValueError("a mapping has one key twice")
     return found
 
 
