@@ -298,8 +298,8 @@ async def _description(place: EnvServersConfig, address: str, kind: pb.Kind) -> 
 
 
 def _check_reply(reply: pb.Reply, kind: str, address: str) -> None:
-    """Raises what the env raised, and RuntimeError for a reply of another kind, which would be read as an empty step: an
-    episode that is over."""
+    """Raises what the env raised, and RuntimeError for a reply of another kind: read as a step, it would be one that
+    ends the episode."""
     if reply.HasField("fault"):
         raise _raised(reply.fault, address)
     if (found := reply.WhichOneof("what")) != kind:
