@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
@@ -56,12 +58,33 @@ class ErrorText(NamedTuple):
 
 @contextmanager
 def exit_as_error() -> Iterator[None]:
-    """Context that raises RuntimeError if a user's code in it calls sys.exit, which would end a run as if it were
-    done."""
+    """Context that raises RuntimeError if a user's code in it raises what is no Exception, which would end a run:
+    SystemExit as if it were done. Ctrl-C passes, and so does what cancels the code itself. If the code forks, the child
+    that comes out of it ends: it would go on as the run."""
+    process = os.getpid()
     try:
         yield
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
     except SystemExit as error:
         raise RuntimeError(f"it called sys.exit({error.code!r})") from error
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
+            raise
+        raise RuntimeError(f"it raised {type(error).__name__}: {error}") from error
+    finally:
+        if os.getpid() != process:
+            os.write(2, b"a process that an env or a reward function has forked ends here: call os._exit in it\n")
+            os._exit(1)
+
+
+def _is_being_cancelled() -> bool:
+    """Returns whether the running task was asked to end, rather than its code having raised CancelledError."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs on this thread
+        return False
+    return task is not None and task.cancelling() > 0
 
 
 def one_line(error: BaseException) -> str:
@@ -99,14 +122,19 @@ def describe_error(error: BaseException) -> ErrorText:
 
 def _hide_library_frames(report: traceback.TracebackException, error: BaseException | None) -> None:
     """Removes the frames before a user's code from the report of an error and of its causes; all frames, if palestra
-    itself raised a ValueError, whose message says everything."""
+    itself raised a ValueError, or an error of its own, whose message says everything."""
     stack = report.stack
     if own := first_own_frame(stack):
         del stack[: stack.index(own)]
-    elif isinstance(error, ValueError) and stack and _raises_here(stack[-1]):
+    elif _says_everything(error) and stack and _raises_here(stack[-1]):
         stack.clear()
     if (cause := report.__cause__ or report.__context__) and error:
         _hide_library_frames(cause, error.__cause__ or error.__context__)
+
+
+def _says_everything(error: BaseException | None) -> bool:
+    """Returns whether `error` is a ValueError or of palestra's own classes, such as that of an endpoint."""
+    return isinstance(error, ValueError) or type(error).__module__.startswith("palestra.")
 
 
 def _raises_here(frame: traceback.FrameSummary) -> bool:

@@ -218,17 +218,21 @@ def _reason(endpoint: Endpoint, response: httpx.Response) -> str:
 
 def _message(response: httpx.Response) -> Json | None:
     """Returns the first choice's message with the choice's `finish_reason`; None if the endpoint withheld it or reports
-    an error beside it, if its calls are no calls, or if it has neither content nor calls nor a thought and was not cut
-    at its length."""
+    a refusal or an error beside it, if its content is no text or its calls no calls, or if it has neither content nor
+    calls nor a thought and was not cut at its length."""
     try:
         reply = response.json()
         choice = reply["choices"][0]
         message = choice["message"] | {"finish_reason": choice.get("finish_reason")}
         names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
-        is_withheld = message["finish_reason"] in WITHHELD or reply.get("error") or choice.get("error")
+        is_withheld = message["finish_reason"] in WITHHELD or message.get("refusal")
+        is_withheld = is_withheld or reply.get("error") or choice.get("error")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    says = isinstance(message.get("content"), str) or names or thought_of(message)
+    content = message.get("content")
+    if not isinstance(content, str | list | None):
+        return None
+    says = isinstance(content, str) or names or thought_of(message)
     if is_withheld or not (says or message["finish_reason"] == "length"):
         return None
     return _part_thought(message)

@@ -45,6 +45,7 @@ ReplyT = TypeVar("ReplyT", bound=wire.ReplyPart)
 COMPLETIONS_PATH = "/v1/completions"
 PAUSES = RetryPolicy(0.1, 5.0)  # for which a server gets no requests after failures in a row
 CONNECT_TIMEOUT_S = 10.0  # seconds for which a server that should be running may be unreachable
+MAX_REPLY_BYTES = 2**29  # of one reply
 MAX_CONNECTIONS = 512  # concurrent HTTP connections; further requests wait, which bounds open files
 
 
@@ -312,7 +313,7 @@ class VllmSampler(SamplerProtocol):
             call = self._http.request(method, server.url.rstrip("/") + path, json=body, allow_redirects=False)
             async with call as answer:
                 status = answer.status
-                content = await answer.read()
+                content = await _read_body(answer)
         except TimeoutError as error:
             raise ValueError(
                 f"no answer from the sampler at {server.url} within sampler.request_timeout: "
@@ -334,6 +335,16 @@ class VllmSampler(SamplerProtocol):
         if status == 404 and body and ("lora_name" in body or body["model"] != server.model):
             raise AdapterLost(message)
         raise request_error(message)
+
+
+async def _read_body(answer: aiohttp.ClientResponse) -> bytes:
+    """Returns the body of a reply. Raises ValueError if it is longer than `MAX_REPLY_BYTES`."""
+    content = bytearray()
+    async for piece in answer.content.iter_any():
+        content += piece
+        if len(content) > MAX_REPLY_BYTES:
+            raise ValueError(f"the sampler at {answer.url.origin()} sent more than {MAX_REPLY_BYTES:,} bytes")
+    return bytes(content)
 
 
 async def _open_session(timeouts: RequestTimeouts, key: str | None) -> aiohttp.ClientSession:

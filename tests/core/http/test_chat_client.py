@@ -147,6 +147,8 @@ def said(finish_reason="stop", **message):
         b"[" * 100_000,
         said("content_filter"),
         said("error"),
+        said(refusal="I cannot"),
+        said(content={"a": 1}, tool_calls=[{"type": "function", "function": {"name": "f", "arguments": "{}"}}]),
         said() | {"error": {"message": "the provider failed", "code": 502}},
         {"choices": [said()["choices"][0] | {"error": {"code": 502}}]},
         *(said(tool_calls=calls) for calls in ("rubbish", 7, {"a": 1}, ["a"], [{"id": "1"}], [{"function": "f"}])),

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import random
 import threading
 import time
@@ -729,13 +730,62 @@ def test_a_reward_before_anybody_acts_is_refused():
     assert 'env "count" pays in reset, before anybody acted: pay in the first step' in episode.error
 
 
-def test_an_env_that_exits_loses_its_branch():
+class OwnExit(BaseException):
+    """What no `except Exception` catches."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "message"),
+    [
+        (SystemExit(0), "RuntimeError: it called sys.exit(0)"),
+        (asyncio.CancelledError("no"), "RuntimeError: it raised CancelledError: no"),
+        (OwnExit("gone"), "RuntimeError: it raised OwnExit: gone"),
+        (BaseExceptionGroup("two", [OwnExit()]), "RuntimeError: it raised BaseExceptionGroup: two"),
+    ],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_env_that_raises_what_ends_a_run_loses_its_branch(raised, message, is_async):
     class Quits(Count):
         def step(self, actions):
-            raise SystemExit(0)
+            if is_async:
+                return self._later()
+            raise raised
+
+        async def _later(self):
+            await asyncio.sleep(0)
+            raise raised
 
     (episode,), _ = grow(lambda: Quits(3), Branching("root", 1))
-    assert "RuntimeError: it called sys.exit(0)" in episode.error
+    assert message in episode.error
+
+
+def test_a_rollout_that_is_cancelled_ends_though_its_env_waits():
+    class Waits(Count):
+        async def step(self, actions):
+            await asyncio.sleep(60)
+
+    async def cancelled():
+        runner = EpisodeRunner(lambda: Waits(3), "count")
+        policies = {seat: ScriptedPolicy(lambda query, rng: "1") for seat in Count.seats}
+        task = asyncio.create_task(runner.play(EpisodeSpec(0, policies, 0), Branching()))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+
+
+def test_a_child_that_an_env_forks_does_not_go_on_as_the_run():
+    class Forks(Count):
+        def step(self, actions):
+            self.child = os.fork()
+            if self.child:
+                assert os.waitpid(self.child, 0)[1] == 256  # it ended with status 1
+            return super().step(actions)
+
+    (episode,), _ = grow(lambda: Forks(3), Branching("root", 1))
+    assert episode.error is None
 
 
 def test_nodes_keep_what_was_observed_though_the_env_changes_it():
