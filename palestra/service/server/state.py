@@ -86,6 +86,11 @@ class ServiceContext:
             raise BadRequest(f"this server no longer has base {row.base}: start it with --base {row.base}=PATH", 410)
         return self.bases[row.base]
 
+    def call_sizes(self, base: BaseInfo) -> dict[str, int]:
+        """Returns the limits of a training call on a base, by the names of `validation.py`."""
+        limits = {"vocab_size": base.vocab_size, "max_length": base.max_length}
+        return limits | {"max_tokens": self.limits.batch_tokens}
+
     def client_base_name(self, row: TableRow) -> str:
         """Returns the name of the base of a model or checkpoint that its client used."""
         if name := row.info.get("base_model"):

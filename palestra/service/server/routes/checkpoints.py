@@ -172,12 +172,8 @@ def _run(ctx: ServiceContext, row: TableRow) -> responses.TrainingRun:
 def run_checkpoints(run: str, owner: OwnerDep) -> responses.CheckpointsListResponse:
     """Lists the checkpoints of a run."""
     owner.own_row(models, run, "training run")
-    return responses.CheckpointsListResponse(
-        checkpoints=[
-            _checkpoint_reply(owner.context, row)
-            for row in owner.store.find(checkpoints, checkpoints.c.run == run, _alive())
-        ]
-    )
+    rows = owner.store.find(checkpoints, checkpoints.c.run == run, _alive())
+    return responses.CheckpointsListResponse(checkpoints=[_checkpoint_reply(owner.context, row) for row in rows])
 
 
 @router.get("/checkpoints")

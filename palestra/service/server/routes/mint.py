@@ -76,12 +76,7 @@ def reverse_kl(
     with owner.recording_rejection("reverse_kl", body):
         call = parse_body(ReverseKLRequest, body)
         base = owner.context.base_of(owner.model(call.model_id))
-        sizes = {
-            "vocab_size": base.vocab_size,
-            "max_length": base.max_length,
-            "max_tokens": owner.context.limits.batch_tokens,
-        }
-        examples = check_reverse_kl(call.data, **sizes)
+        examples = check_reverse_kl(call.data, **owner.context.call_sizes(base))
         folder = _reference(owner, call.reference_model_path, base)
         job = ReverseKLJob(folder=folder, lessons=examples, temperature=call.temperature)
         if call.seq_id or not x_idempotency_key:

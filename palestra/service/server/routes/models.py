@@ -149,14 +149,9 @@ def forward_backward(
 def _gradients(call: codec.TrainCall, owner: Owner) -> UntypedAPIFuture:
     """Validates the call against its model's base and queues it in the worker's form."""
     base = owner.context.base_of(owner.model(call.model_id))
-    sizes = {
-        "vocab_size": base.vocab_size,
-        "max_length": base.max_length,
-        "max_tokens": owner.context.limits.batch_tokens,
-    }
     if not call.forward_only:
         check_input_names(call.data)
-    data = check_train_call(call.data, call.loss, call.options, **sizes)
+    data = check_train_call(call.data, call.loss, call.options, **owner.context.call_sizes(base))
     kind = "forward" if call.forward_only else "forward_backward"
     job = TrainJob(call.loss, call.options, data)
     return owner.submit_numbered(kind, job.to_bytes(), call.model_id, call.seq_id)
