@@ -72,7 +72,7 @@ def boxed_content(text: str) -> str | None:
 
 def strip_markup(text: str) -> str:
     """Returns an answer without surrounding markup: dollar signs, bold markers, spaces, a final full stop."""
-    text = text.replace("\u2212", "-").strip().removesuffix(".").strip()
+    text = text.replace("\u2212", "-").strip().strip("\u200b").removesuffix(".").strip()
     while wrapped := _WRAPPED.fullmatch(text):
         text = next(inner for inner in wrapped.groups() if inner is not None).strip()
     return text

@@ -17,6 +17,11 @@ from palestra.environments.math.answer_kinds import kinds_equal
 from palestra.environments.math.grader_client import GraderResult
 from palestra.environments.math.plain_numbers import join_mixed_numbers, normalize_latex, numbers_equal
 
+ASKS_ORDER = re.compile(
+    r"\b(?:in|the) (?:\w+ )?order\b|\border (?:them|these|the|from)\b|\b(?:arrange|rank)\b|est to (?:the )?\w+est\b",
+    re.IGNORECASE,
+)
+
 
 @dataclass(frozen=True)
 class AnswerGrade:
@@ -78,7 +83,8 @@ def grade_directly(answer: str | None, gold: str, *, question: str = "") -> Answ
         *wanted_order, bound = wanted_relation
         is_equal = said_order == wanted_order and numbers_equal(number, bound)
         return AnswerGrade(float(number.is_lowest_terms and is_equal))
-    if (is_same := kinds_equal(strip_markup(answer), strip_markup(gold))) is not None:
+    in_order = bool(ASKS_ORDER.search(question))
+    if (is_same := kinds_equal(strip_markup(answer), strip_markup(gold), in_order=in_order)) is not None:
         return AnswerGrade(float(is_same))
     tokens = final_form.tokenize_answer(strip_markup(answer))
     if not tokens or not _is_final(tokens, gold, question):

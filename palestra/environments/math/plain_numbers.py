@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
@@ -125,13 +126,15 @@ _SIGNS = {"\u2212": "-", "\u00d7": "\\times ", "\u00b7": "\\cdot ", "\u00b0": "^
 _SIGNS |= {"\u221e": "\\infty ", "\u2264": "\\le ", "\u2265": "\\ge ", "\u2260": "\\ne ", "\u00b1": "\\pm "}
 _SIGNS |= {"\u00b2": "^{2}", "\u00b3": "^{3}", "\u222a": "\\cup ", "\u2229": "\\cap ", "\u2205": "\\emptyset "}
 _SIGNS |= {"\\varnothing": "\\emptyset "}
-_SIGNS |= {"\u00a0": " ", "\u2009": " ", "\u202f": " "}
+_SIGNS |= {"\u00a0": " ", "\u2009": " ", "\u202f": " ", "\\ ": " ", "\u2013": "-", "\u00ba": "^\\circ "}
+_SIGNS |= {"\\bar": "\\overline", "\\dot{": "\\overline{"}
 
+_VULGAR = re.compile("([\u00bc-\u00be\u2150-\u215e])")
 _RADICAL = re.compile(r"\u221a\s*(?:\(([^()]*)\)|(\d+|[A-Za-z]))", re.ASCII)
 
 _INTEGER = r"\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d{1,40}"
 _DIGITS = rf"(?:(?:{_INTEGER})?\.\d{{1,40}}|(?:{_INTEGER})\.?)"
-_TEN = r"(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{\s*[+-]?\d{1,3}\s*\}|[+-]?\d{1,3})|[eE][+-]?\d{1,3})"
+_TEN = r"(?:\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{\s*[+-]?\d{1,3}\s*\}|[+-]?\d{1,3})|[eE][+-]?\d{1,3})"
 _VALUE = (
     rf"(?:(?P<whole>\d{{1,30}})\s*(?:\\frac\{{(?P<part>\d{{1,30}})\}}\{{(?P<parts>\d{{1,30}})\}}"
     rf"| (?P<over2>\d{{1,30}})/(?P<under2>\d{{1,30}}))"
@@ -166,6 +169,8 @@ _NO_UNIT = """
     thousands millions billions trillions dozens halves thirds quarters fourth fourths fifth fifths sixth sixths seventh
     sevenths eighth eighths ninth ninths tenth tenths twelfth twelfths hundredth hundredths thousandth thousandths
     january february march april may june july august september october november december
+    quadrillion quintillion myriad lakh crore grand gross score millionth millionths billionth billionths trillionth
+    trillionths permille basis factorial doubled tripled squares negative inverse reciprocal
 """
 _NO_UNITS = frozenset(_NO_UNIT.split())
 
@@ -188,6 +193,7 @@ def normalize_latex(text: str) -> str:
     for several: the expressions here would take time cubic in their number."""
     for sign, ascii_form in _SIGNS.items():
         text = text.replace(sign, ascii_form)
+    text = _VULGAR.sub(_spell_vulgar, text)
     text = _RADICAL.sub(r"\\sqrt{\1\2}", text.replace("\\,", " ").replace("{,}", ","))
     text = re.sub(r"\\[dtc]frac", r"\\frac", _SPACING.sub(" ", text))
     return " ".join(_SHORT_FRACTION.sub(_spell_fraction, text).split())
@@ -215,7 +221,8 @@ def numbers_equal(one: PlainNumber, other: PlainNumber, *, asks_percent: bool = 
 
     They must be equal; if one has a decimal point, they may differ by `ABSOLUTE_TOLERANCE` and by `RELATIVE_TOLERANCE`
     of the larger. If both have a known unit, or a letter, it must be the same, or the value be converted. A percentage
-    equals its number if the question `asks_percent`, and a hundredth of it unless that is an integer above 1.
+    equals its number if the question `asks_percent`; a hundredth of it if that is at most 1, or a fraction where no
+    percent are asked for.
     """
     if len(one.name) == len(other.name) == 1 and one.name != other.name:
         return False
@@ -228,7 +235,7 @@ def numbers_equal(one: PlainNumber, other: PlainNumber, *, asks_percent: bool = 
     rounded = one.is_decimal or other.is_decimal
     values = [value]
     if one.is_percent and not other.is_percent:
-        is_share = other.value.denominator > 1 or abs(other.value) <= 1
+        is_share = abs(other.value) <= 1 or (other.value.denominator > 1 and not asks_percent)
         values = [value] * asks_percent + [value / 100] * is_share
     elif other.is_percent and not one.is_percent:
         values.append(value * 100)
@@ -254,6 +261,13 @@ def _improper(match: re.Match[str]) -> str:
     if not 0 < over < under:
         return match[0]
     return f"\\frac{{{whole * under + over}}}{{{under}}}"
+
+
+def _spell_vulgar(match: re.Match[str]) -> str:
+    """Returns the fraction that is one character, with a space behind a whole number."""
+    over, under = unicodedata.normalize("NFKC", match[1]).split("\u2044")
+    space = " " if match.start() and match.string[match.start() - 1].isdigit() else ""
+    return f"{space}{over}/{under}"
 
 
 def _spell_fraction(match: re.Match[str]) -> str:

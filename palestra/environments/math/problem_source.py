@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from palestra.core.config.key_hints import nearest
-from palestra.environments.math.answer_extraction import MAX_ANSWER_CHARS, boxed_content
+from palestra.environments.math.answer_extraction import MAX_ANSWER_CHARS, final_answer
 from palestra.environments.math.generate import DEFAULT_KINDS, DIFFICULTIES, PROBLEM_GENERATORS, generate_problem
 from palestra.environments.math.problem import Problem, ProblemKind
 from palestra.environments.math.reasoning import check_tasks, reasoning_problem
@@ -78,19 +78,17 @@ def _cell(row: Row, name: str, where: str) -> str:
     text = "" if value is None else str(value).strip()
     if not text:
         raise ValueError(f'{where} has nothing in column "{name}": fill it in, or leave the row out')
+    if not isinstance(value, str | int | float) or value != value:
+        raise ValueError(f'{where} has {text[:40]} in column "{name}", which is no text or number: write it as one')
     return text
 
 
 def published_answer(text: str) -> str:
-    r"""Returns a published solution's answer: the text after its last ####, or in its last \boxed{}, or all of it; ""
-    if a \boxed{} is not closed."""
-    _, marked, tail = text.rpartition("####")
-    if marked:
-        return tail.strip()
-    inner = boxed_content(text)
-    if inner is None and "\\boxed" not in text:
-        return text.strip()
-    return (inner or "").strip()
+    r"""Returns a published solution's answer, as the answers to it are read: the line after its last ####, or in its
+    last \boxed{}, or all of it without either; "" if a \boxed{} is not closed."""
+    if any(mark in text for mark in ("####", "\\boxed", "\\fbox")):
+        return final_answer(text) or ""
+    return text.strip()
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ TaskKind = Literal["lookup", "compute", "lookup_compute", "files", "program"]
 TASK_KINDS: tuple[TaskKind, ...] = ("lookup", "compute", "lookup_compute", "files", "program")
 MAX_DRAWS = 2000  # draws per task
 MAX_ANSWER_CHARS = 1000  # characters at the end of an answer that are read
+MINUS_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-"})
 _EDGES = r"(?<!\w)(?<!\d,){}(?!\w|,\d)"  # so that "204" does not match in "1,204"
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
 
@@ -89,12 +90,14 @@ def is_correct(text: str, answer: str) -> bool:
     wanted = parse_number(answer)
     if wanted is None:
         return _words(text) == _words(answer)
-    return {parse_number(number) for number in _NUMBER.findall(text[-MAX_ANSWER_CHARS:])} == {wanted}
+    said = text[-MAX_ANSWER_CHARS:].translate(MINUS_SIGNS)
+    return {parse_number(number) for number in _NUMBER.findall(said)} == {wanted}
 
 
 def parse_number(text: str) -> Fraction | None:
     """Returns the value of a text that is a number, "48,211" or "-3.5"; None for any other text."""
-    return Fraction(text.replace(",", "")) if _NUMBER.fullmatch(text.strip()) else None
+    text = text.strip().translate(MINUS_SIGNS)
+    return Fraction(text.replace(",", "")) if _NUMBER.fullmatch(text) else None
 
 
 def draw_task(

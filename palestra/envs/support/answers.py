@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 MAX_ANSWER_CHARS = 4000  # characters read from the end of an answer: bounds the cost of runaway answers
+NEGATIONS = ("not", "never")
 
 
 def answer_text(answer: object) -> str:
@@ -26,8 +27,10 @@ def answer_words(answer: object) -> list[str]:
 
 
 def read_choice(answer: object, choices: Sequence[str]) -> str | None:
-    """Returns the one of `choices`, words in lower case, that the text after the last "####" names,
-    or the whole answer without one; None unless it names exactly one."""
-    words = set(re.findall(r"\w+", str(answer).rpartition("####")[2].lower()))
+    """Returns the one of `choices`, words in lower case, that the text after the last "####" names, or the whole answer
+    without one; None unless it names exactly one, and not behind "not"."""
+    words = re.findall(r"[^\W_]+", str(answer).rpartition("####")[2].lower())
     named = [choice for choice in choices if choice in words]
-    return named[0] if len(named) == 1 else None
+    if len(named) != 1 or words[words.index(named[0]) - 1] in NEGATIONS:
+        return None
+    return named[0]
