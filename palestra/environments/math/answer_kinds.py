@@ -1,7 +1,7 @@
 r"""Answers that are not values: words, dates, measures, ratios, times, numbers in a base; and the brackets of pairs.
 
-math-verify reads `\text{Monday}` and `5 ft 3 in` as products, `10:30` as a quotient, `2021-03-05` as a difference, `101_2`
-as 101, and takes a pair, an open interval and a set of two for one another.
+math-verify reads `\text{Monday}` and `5 ft 3 in` as products, `10:30` as a quotient, `2021-03-05` as a difference and
+`101_2` as 101, and takes a pair, an open interval and a set of two for one another.
 """
 
 from __future__ import annotations
