@@ -7,22 +7,20 @@ encoded action, `O` outputs.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from palestra.core.losses import TensorMetrics
 from palestra.core.types import RolloutBatch
-from palestra.envs.vector_base import Arrays
 from palestra.vector.algorithms.action_values import ActionValueConfig, ActionValueLearner, UpdateBatch
 from palestra.vector.algorithms.critics import frozen_parameters, polyak_update
 from palestra.vector.learners.nets import NetLearnerSpec
-from palestra.vector.learners.policy_stack import PolicyStack, strip_prefix
+from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.losses import td_target
 from palestra.vector.nets.continuous_heads import BoundedHead, idle_code
 from palestra.vector.nets.exploration_noise import CorrelatedNoise
@@ -90,6 +88,7 @@ class OffPolicyLearner(ActionValueLearner):
         self.progress = 0.0
         super().__init__(config, spec)
         self.noises = [CorrelatedNoise(self.noise_correlation) for _ in self.stacks]
+        self.saved_parts |= {f"noise.{i}": noise for i, noise in enumerate(self.noises)}
 
     # ---- defined by an algorithm
 
@@ -235,16 +234,3 @@ class OffPolicyLearner(ActionValueLearner):
         stack.version += 1
         metrics = {"policy_loss": loss.detach(), "grad_norm": norms} | metrics
         return metrics | self.after_policy_step(i, answer, batch, progress)
-
-    # ---- state
-
-    def state_arrays(self) -> Arrays:
-        found = super().state_arrays()
-        for i, noise in enumerate(self.noises):
-            found |= {f"noise.{i}/{name}": array for name, array in noise.arrays().items()}
-        return found
-
-    def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
-        super().load_arrays(arrays)
-        for i, noise in enumerate(self.noises):
-            noise.load(strip_prefix(arrays, f"noise.{i}"), self.device)

@@ -8,7 +8,7 @@ of a member, `R` = M*S rows, `A` actions, `O` outputs, `F` truncated games.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from palestra.core.losses import TensorMetrics
 from palestra.core.types import Metrics, RolloutBatch
-from palestra.envs.vector_base import Arrays, Discrete, Space
+from palestra.envs.vector_base import Discrete, Space
 from palestra.vector.algorithms.critics import PolyakPairs, frozen_copy, polyak_update
 from palestra.vector.algorithms.minibatches import minibatch_seed
 from palestra.vector.algorithms.presets import algorithm_name
-from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, metrics_by_policy
-from palestra.vector.learners.policy_stack import PolicyStack, policy_writers, strip_prefix
+from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec
+from palestra.vector.learners.policy_stack import PolicyStack, policy_writers
 from palestra.vector.losses import best_action, dueling_values, gather_values, next_value, sequence_priority
 from palestra.vector.nets.heads import MASKED_LOGIT, ActionHead
 from palestra.vector.nets.layers import Net, make_generators, states_at
@@ -147,6 +147,7 @@ class QLearner(NetLearner):
     not in each seat's own decisions. Raises ValueError for envs without discrete actions."""
 
     counts_env_steps = False
+    saved_counts = {"steps": "steps", "seen": "env_steps_seen"}
 
     def __init__(self, config: QLearningConfig, spec: NetLearnerSpec) -> None:
         check_action_spaces(config, spec)
@@ -161,6 +162,7 @@ class QLearner(NetLearner):
         self.steps = 0
         self.env_steps_seen = 0
         self.replay = self.build_replay()
+        self.saved_parts["replay"] = self.replay
 
     def build_replay(self) -> ReplayBuffer | SequenceReplay:
         """Builds the replay buffer."""
@@ -172,7 +174,7 @@ class QLearner(NetLearner):
             "count_env_steps": self.counts_env_steps,
             "team": self.seats if self.counts_env_steps else (),
         }
-        remembered = ["+".join(stack.seat_mapping.names) for stack in self.stacks if stack.net.recurrent_units]
+        remembered = [stack.seat_mapping.label for stack in self.stacks if stack.net.recurrent_units]
         if not remembered:
             return ReplayBuffer(config.buffer_size, seats=self.seats, **credit)
         capacity = max(1, config.buffer_size // config.rollout_length)
@@ -222,10 +224,7 @@ class QLearner(NetLearner):
             for _ in range(self.config.gradient_steps):
                 for own, line in zip(lines, self._step(rng, progress), strict=True):
                     own.append(line)
-        metrics: dict[str, Metrics] = {}
-        for stack, own in zip(self.stacks, lines, strict=True):
-            metrics |= metrics_by_policy(stack.seat_mapping.names, own)
-        return metrics
+        return self.policy_metrics(lines)
 
     def _ready(self) -> bool:
         return self.process_group.all_ranks(self.is_warm and self.replay.ring.can_sample)
@@ -299,18 +298,6 @@ class QLearner(NetLearner):
         stacks = zip(self.stacks, self.heads, strict=True)
         return policy_writers(replace(stack, net=without_duelling(stack, head)) for stack, head in stacks)
 
-    def state_arrays(self) -> Arrays:
-        replay = {f"replay/{name}": array for name, array in self.replay.arrays().items()}
-        return (
-            super().state_arrays() | replay | {"steps": np.array([self.steps]), "seen": np.array([self.env_steps_seen])}
-        )
-
-    def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
-        super().load_arrays(arrays)
-        self.replay.load(strip_prefix(arrays, "replay"))
-        self.steps = int(arrays["steps"][0])
-        self.env_steps_seen = int(arrays["seen"][0])
-
 
 def check_action_spaces(config: AlgorithmConfig, spec: NetLearnerSpec) -> None:
     """Raises ValueError if a seat that learns has no discrete actions."""
@@ -336,7 +323,7 @@ def unroll_values(stack: PolicyStack, head: ValueHead, net: Net, drawn: Sequence
     P = len(stack.seat_mapping.names)
     S = len(stack.seat_mapping.seats[0])
     is_first = drawn.is_first.repeat_interleave(S, 1)
-    memory = drawn.recurrent_states.get("+".join(stack.seat_mapping.names))
+    memory = drawn.recurrent_states.get(stack.seat_mapping.label)
     out, memories = net.unroll(stack.observations(drawn.obs), memory, is_first.expand(P, *is_first.shape))
     q = head.values(out)
     with torch.no_grad():

@@ -156,6 +156,13 @@ class RolloutTensors:
             worker=batch.worker,
         )
 
+    def spread_ends(self, values: Tensor) -> Tensor:
+        """Returns values [F, N] after the ends of games as [T, B, N]: 0 elsewhere, and for seats that terminated, even
+        if the game was truncated for the others."""
+        spread = torch.zeros_like(self.rewards)
+        spread[self.end_index] = torch.where(self.seats_terminated[self.end_index], 0.0, values)
+        return spread
+
     def last_action_masks(self) -> Tensor | None:
         """Returns the action masks [F, N, A] of each seat's last decision before the ends of games; for a seat without
         a decision in the batch, the mask of its first step. None: every action is legal."""

@@ -41,7 +41,7 @@ class NetVectorPolicy:
         self.selector = selector
         self.norm = norm
         self.seats = list(seat_mapping.all_seats)
-        self.name = "+".join(seat_mapping.names)
+        self.name = seat_mapping.label
         versions = versions or [0] * len(seat_mapping.names)
         self.names = [f"{name}@{version}" for name, version in zip(seat_mapping.names, versions, strict=True)]
         self.device = net.head.weight.device
