@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from torch import Tensor
 from palestra.core.failures import RunFailed, is_out_of_memory
 from palestra.parallel.process_group import ProcessGroup
 from palestra.parallel.processes import exit_reason, join_or_kill, leave_signals_to_parent, start_process
+from palestra.parallel.torch_group import TorchGroup, choose_loopback
 
 T = TypeVar("T")
 
@@ -84,12 +85,10 @@ class SharedMemoryAllReduce:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharedMemoryGroup(ProcessGroup):
+class SharedMemoryGroup(TorchGroup):
     """Processes of one machine: this one's rank, the number of processes, the rendezvous file, and the shared-memory
     all-reduce."""
 
-    rank: int
-    world_size: int
     rendezvous_file: str
     all_reducer: SharedMemoryAllReduce
 
@@ -97,18 +96,13 @@ class SharedMemoryGroup(ProcessGroup):
         """Joins the torch.distributed group (gloo); blocks until all processes have joined. Raises RuntimeError if
         another process has ended."""
         self.all_reduce(torch.zeros(1))  # the group's own start would wait half an hour for a process that died
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
+        choose_loopback()
         dist.init_process_group(
             "gloo", init_method=f"file://{self.rendezvous_file}", rank=self.rank, world_size=self.world_size
         )
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.all_reducer.all_reduce(x, self.rank)
-
-    def all_gather(self, item: T) -> list[T]:
-        items: list[Any] = [None] * self.world_size
-        dist.all_gather_object(items, item)
-        return items
 
     def all_ranks(self, flag: bool) -> bool:
         return bool(self.all_reduce(torch.tensor([float(flag)])) == self.world_size)  # called before every update

@@ -28,6 +28,11 @@ CONNECTION_LOST_SIGNS = (
 )  # substrings of torch's error messages when the connection to a rank is lost
 
 
+def choose_loopback() -> None:
+    """Lets gloo connect processes of one machine, whose host name may not resolve."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
+
+
 @dataclass(frozen=True)
 class TorchGroup(ProcessGroup):
     """The default group of torch.distributed."""
@@ -68,9 +73,8 @@ def join_process_group() -> ProcessGroup:
     if size == 1:
         return SINGLE_PROCESS
     if not dist.is_initialized():
-        if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # single machine: its host name may not resolve
-            loopback = "lo0" if os.uname().sysname == "Darwin" else "lo"
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+            choose_loopback()
         backends = "gloo"
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

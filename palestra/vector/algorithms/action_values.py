@@ -155,7 +155,7 @@ class ActionValueLearner(NetLearner):
         seeds = [derive_seed(self.seeds[name], "critic", k) for k, name in members]
         layout = seat_mapping.layout if branches and self.config.critic == "own" else None
         net = Net(observation, outputs, stack.config, make_generators(seeds), layout=layout).to(self.device)
-        config = stack.config.model_copy(update={"lr": self.config.critic_lr or stack.config.lr})
+        config = stack.config.with_lr(self.config.critic_lr)
         return CriticEnsemble(
             net,
             frozen_copy(net),

@@ -154,7 +154,7 @@ class NFSPLearner(DQNLearner):
         """Returns a stack of the same shape for the average strategies."""
         seat_mapping = stack.seat_mapping
         head = make_head(seat_mapping.action_space).to(self.device)
-        config = stack.config.model_copy(update={"lr": self.config.average_lr})
+        config = stack.config.with_lr(self.config.average_lr)
         seeds = [derive_seed(self.seeds[name], "average") for name in seat_mapping.names]
         net = self.build_net(seat_mapping, head, config, seeds).to(self.device)
         optimizer = StackedOptimizer(net, seat_mapping.names, config, self.process_group)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
@@ -313,9 +313,7 @@ def check_action_spaces(config: AlgorithmConfig, spec: NetLearnerSpec) -> None:
 
 def as_sequences(transitions: TransitionBatch) -> TransitionBatch:
     """Returns transitions as sequences of one step: every array [M, ...] -> [1, M, ...], except `index`."""
-    found = {each.name: getattr(transitions, each.name) for each in fields(transitions) if each.name != "index"}
-    longer: dict[str, Any] = {name: None if x is None else x[None] for name, x in found.items()}
-    return replace(transitions, **longer)
+    return transitions.map(lambda x: x[None])
 
 
 def unroll_values(stack: PolicyStack, head: ValueHead, net: Net, drawn: SequenceBatch) -> tuple[Tensor, Tensor]:

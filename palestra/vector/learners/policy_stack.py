@@ -63,6 +63,10 @@ class NetPolicyConfig(OptimizedPolicy, NetConfig):
     seat_one_hot: bool = False
     """Add the seat as a one-hot vector to the observations of a policy that plays several seats."""
 
+    def with_lr(self, lr: float | None) -> Self:
+        """Returns the config with another learning rate; None keeps it."""
+        return self.model_copy(update={"lr": lr or self.lr})
+
     @model_validator(mode="after")
     def _settings_fit(self) -> Self:
         if self.graph_neighbours is not None and self.encoder != "graph":

@@ -12,7 +12,7 @@ of the ring buffer, `F` ended games, `E` events, `n_step` decisions of lookahead
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self
 
@@ -60,17 +60,21 @@ class ReplayBatch:
         the batch itself."""
         if device.type == "cpu":
             return self
+        return self.map(lambda x: x.to(device, non_blocking=True))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Returns the batch with all tensors changed, except `index`."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "index"}
-        return replace(self, **{name: _to_device(value, device) for name, value in values.items()})
+        return replace(self, **{name: _map(value, change) for name, value in values.items()})
 
 
-def _to_device(value: Any, device: torch.device) -> Any:
-    """Returns a tensor, or a tuple or dict of tensors, on a device; None stays None."""
+def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Returns a tensor, or a tuple or dict of tensors, changed; None stays None."""
     if isinstance(value, dict):
-        return {key: _to_device(item, device) for key, item in value.items()}
+        return {key: _map(item, change) for key, item in value.items()}
     if isinstance(value, tuple):
-        return tuple(_to_device(item, device) for item in value)
-    return None if value is None else value.to(device, non_blocking=True)
+        return tuple(_map(item, change) for item in value)
+    return None if value is None else change(value)
 
 
 @dataclass

@@ -104,8 +104,7 @@ class COMALearner(NetLearner):
     def _critic(self, stack: PolicyStack) -> CriticEnsemble:
         N = len(self.env.seats)
         seeds = [derive_seed(self.seeds[name], "critic") for name in stack.seat_mapping.names]
-        lr = self.config.critic_lr or stack.config.lr
-        config = stack.config.without_memory().model_copy(update={"lr": lr})
+        config = stack.config.without_memory().with_lr(self.config.critic_lr)
         net = Net((self.global_size + N * self.num_actions + N,), stack.head.outputs, config, make_generators(seeds))
         net.to(self.device)
         optimizer = StackedOptimizer(net, stack.seat_mapping.names, config, self.process_group)

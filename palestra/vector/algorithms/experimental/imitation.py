@@ -251,8 +251,8 @@ class GAILLearner(ActorCriticLearner):
 
     def _discriminator(self, stack: PolicyStack) -> Discriminator:
         seat_mapping = stack.seat_mapping
-        lr = self.imitation.discriminator_lr or stack.config.lr
-        config = stack.config.without_memory().model_copy(update={"communication_rounds": 0, "lr": lr})
+        config = stack.config.without_memory().with_lr(self.imitation.discriminator_lr)
+        config = config.model_copy(update={"communication_rounds": 0})
         seeds = [derive_seed(self.seeds[name], "discriminator") for name in seat_mapping.names]
         inputs = int(np.prod(seat_mapping.input_shape)) + encoding_size(seat_mapping.action_space)
         net = Net((inputs,), 1, config, make_generators(seeds)).to(self.device)

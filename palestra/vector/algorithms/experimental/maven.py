@@ -102,16 +102,15 @@ class MAVENLearner(QMIXLearner):
         name = self.names[0]
         own = self.policies[name]
         seed = self.seeds[name]
-        adam = partial(StackedOptimizer, names=["+".join(self.names)])
-        draws = own.model_copy(update={"lr": config.latent_lr or own.lr})
+        adam = partial(StackedOptimizer, names=["+".join(self.names)], process_group=self.process_group)
         self.latent_policy = LatentPolicy(
             self.global_size, config.latents, config.mixer_units, derive_seed(seed, "latents"), self.device
         )
-        self.latent_adam = adam(self.latent_policy.net, config=draws, process_group=self.process_group)
+        self.latent_adam = adam(self.latent_policy.net, config=own.with_lr(config.latent_lr))
         inputs = self.global_size + len(self.seats) * self._num_actions
         generators = make_generators([derive_seed(seed, "variational")])
         self.variational = MLP(inputs, [config.mixer_units], "relu", generators, config.latents).to(self.device)
-        self.variational_adam = adam(self.variational, config=own, process_group=self.process_group)
+        self.variational_adam = adam(self.variational, config=own)
         self.extra_modules |= {
             "latents": self.latent_policy.net,
             "returns": self.latent_policy.norm,
