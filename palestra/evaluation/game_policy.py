@@ -77,8 +77,7 @@ class GamePolicy:
         return TypeAdapter(cls).validate_python(read_json(Path(path), dict))
 
     def to_openspiel(self) -> Any:
-        """Returns the policy as an `open_spiel.python.policy.Policy`. Raises ValueError unless the game is one of
-        OpenSpiel's."""
+        """Returns the policy as OpenSpiel's. Raises ValueError unless the game is one of OpenSpiel's."""
         if self.env["type"] != "openspiel":
             raise ValueError(
                 f'env "{self.env["type"]}" is not a game of OpenSpiel, so its information states have other names: '

@@ -86,15 +86,13 @@ class SharedMemoryAllReduce:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedMemoryGroup(TorchGroup):
-    """Processes of one machine: this one's rank, the number of processes, the rendezvous file, and the shared-memory
-    all-reduce."""
+    """Processes of one machine, which meet at `rendezvous_file` and sum in shared memory."""
 
     rendezvous_file: str
     all_reducer: SharedMemoryAllReduce
 
     def join(self) -> None:
-        """Joins the torch.distributed group (gloo); blocks until all processes have joined. Raises RuntimeError if
-        another process has ended."""
+        """Joins the gloo group once all have joined. Raises RuntimeError if another process has ended."""
         self.all_reduce(torch.zeros(1))  # the group's own start would wait half an hour for a process that died
         choose_loopback()
         dist.init_process_group(
@@ -152,8 +150,7 @@ def _run(rank: SharedMemoryGroup, run_rank: Callable[[ProcessGroup], None], thre
 
 
 def stop_processes() -> None:
-    """Leaves the process group and ends the processes that `start_processes` started; kills each that still runs after
-    5 s."""
+    """Leaves the group and ends the processes that this one started; kills those that run after 5 s."""
     if dist.is_initialized():
         dist.destroy_process_group()
     for worker in CHILD_PROCESSES:
@@ -163,8 +160,7 @@ def stop_processes() -> None:
 
 @contextmanager
 def explain_dead_process(resume: str = "palestra train --resume") -> Iterator[None]:
-    """Context that turns the error of a lost connection into RunFailed, which names the process that died and the
-    command `resume`."""
+    """Context that turns a lost connection into RunFailed, with the dead process and the command `resume`."""
     try:
         yield
     except RuntimeError as error:

@@ -67,8 +67,7 @@ class TorchGroup(ProcessGroup):
 
 
 def join_process_group() -> ProcessGroup:
-    """Returns this process's group; initialises torch.distributed at the first call. A process alone if torchrun did
-    not start it."""
+    """Returns the group that torchrun started, joined at the first call; else a process alone."""
     size = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
     if size == 1:
         return SINGLE_PROCESS
@@ -94,8 +93,7 @@ def sum_in_place(group: ProcessGroup, tensors: Sequence[Tensor]) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields groups of tensors of one dtype and device with at most `ALL_REDUCE_ELEMENTS` elements together (a single
-    tensor may exceed it)."""
+    """Yields groups of tensors of one dtype and device, each of at most `ALL_REDUCE_ELEMENTS` or one tensor."""
     part: list[Tensor] = []
     size = 0
     for tensor in tensors:

@@ -157,8 +157,7 @@ class PlanRun:
         return list(members)
 
     def in_order(self, done: TaskResult) -> Iterator[TaskResult]:
-        """Yields the results that are next in order, now that `done` has arrived. The caller must `record` each before
-        the next."""
+        """Yields the results next in order, now that `done` is there; `record` each before the next."""
         if self.as_completed:
             yield done
             return
@@ -212,8 +211,7 @@ class PlanRun:
             self.open_tasks[task.name] = task
 
     def _record_of(self, line: Mapping[str, Any]) -> TaskRecord:
-        """Returns the record in the next line of tasks.jsonl. Raises ValueError (DamagedFile) if it is not the record
-        of a pending task."""
+        """Returns the record in the next line of tasks.jsonl. Raises ValueError if it is of no pending task."""
         fields = line.get("task")
         name, makes = (fields.get("name"), fields.get("output_member")) if isinstance(fields, Mapping) else (None, None)
         if line.get("number") != self.num_done or not isinstance(name, str):

@@ -135,8 +135,7 @@ class PopulationRecorder(PlanCallback):
 
 
 def build_population(config: PopulationConfig) -> PopulationSetup:
-    """Returns the parts that `config` describes, for `run_population`. Raises ValueError if they do not fit
-    together."""
+    """Returns the parts that `config` describes. Raises ValueError if they do not fit together."""
     seats, rules, notes = _game(config.env)
     sides = _sides(config, seats)
     _check_sides(config, sides)
@@ -213,8 +212,7 @@ def run_population(
 
 
 def _game(env: dict[str, Any]) -> tuple[tuple[Seat, ...], bool, list[str]]:
-    """Returns the seats of an env, whether its rules are available for exact results, and a note if it is not a
-    function of its seeds."""
+    """Returns an env's seats, whether it has rules, and a note if it is not a function of its seeds."""
     if env.get("at"):
         return make_env(**env).seats, False, []
     cls = load_env_class(env.get("type", ""))

@@ -218,8 +218,7 @@ class PBT(RecordingPlan):
         return float(np.mean(rates))
 
     def _evolve(self, learner: PBTLearner) -> None:
-        """Applies truncation selection once all learners of the side have trained: if `learner` is among the worst, it
-        may copy one of the best."""
+        """Lets `learner`, if it is among the worst of its side, copy one of the best, once all have trained."""
         side = [other for other in self.learners.values() if other.player == learner.player]
         ranked = sorted(side, key=self.rating)  # stable: equals remain in the learners' order
         ends = min(math.ceil(self.config.truncation * len(ranked)), len(ranked) // 2)

@@ -285,8 +285,7 @@ class PSRO(IterativePlan):
         return task
 
     def _opponents(self, response: Response, meta: MetaStrategy) -> Opponents:
-        """Returns the opponents of a response by member name; policies in training are named by their newest
-        snapshots."""
+        """Returns a response's opponents; policies in training by the names of their newest snapshots."""
         if self.config.rectified and response.recommended:
             payoffs = self.game.payoff_tensors(meta.names)
             return beaten_opponents(meta, payoffs, response.player, response.recommended)

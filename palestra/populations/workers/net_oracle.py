@@ -344,8 +344,7 @@ class NetWorker:
 
 
 def apply_settings(config: NetOracle, settings: Mapping[str, Any]) -> NetOracle:
-    """Returns the oracle with some settings of the algorithm, or else of the policy, replaced. Raises ValueError for an
-    unknown name."""
+    """Returns the oracle with other settings of its algorithm, or policy. Raises ValueError for a name of none."""
     algorithm = config.algorithm.model_dump()
     policy = config.policy.model_dump()
     for name, value in settings.items():

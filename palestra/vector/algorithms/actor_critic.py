@@ -48,8 +48,7 @@ from palestra.vector.nets.seat_mapping import SeatMapping
 
 
 class ActorCriticConfig(AlgorithmConfig):
-    """Base config of on-policy actor-critic algorithms: collect a rollout of `rollout_length`
-    steps, then train on it."""
+    """Base config of on-policy actor-critic algorithms: collect a rollout, then train on it."""
 
     rollout_length: int = Field(128, ge=1)
     gamma: float = Field(0.99, ge=0, le=1)
@@ -249,8 +248,7 @@ class ActorCriticLearner(NetLearner):
 
     @torch.no_grad()
     def _values(self, batch: RolloutTensors) -> tuple[Tensor, Tensor]:
-        """Returns the critics' values at every step [T+1, B, N], and the bootstrap value where a game ended [T, B,
-        N]."""
+        """Returns the critics' values at every step [T+1, B, N], and those where a game ended [T, B, N]."""
         values = torch.zeros(batch.agent_mask.shape, device=self.device)
         ends = values.new_zeros(len(batch.final_obs), values.shape[2])  # [F, N]
         for critic in self.critics:

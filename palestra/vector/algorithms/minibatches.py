@@ -71,8 +71,7 @@ class PolicyRows(NamedTuple):
 
     @classmethod
     def of(cls, stack: PolicyStack, batch: RolloutTensors, advantage: Tensor, weight: Tensor) -> PolicyRows:
-        """Returns the rows of a rollout that the policies of a stack learn from, with advantages
-        and weights [P, T, C]."""
+        """Returns the rows of a rollout for a stack, with advantages and weights [P, T, C]."""
         is_first = None
         acts = None
         if stack.net.recurrent_units:

@@ -59,8 +59,7 @@ class OffPolicyConfig(ActionValueConfig):
         return self
 
     def is_warm(self, transitions: int, progress: float) -> bool:
-        """Returns whether training starts with this number of transitions in the replay buffer, at
-        `progress` in [0, 1] of the run."""
+        """Returns whether training starts with so many transitions, at `progress` in [0, 1]."""
         if self.learning_starts is not None:
             return transitions >= self.learning_starts
         return transitions >= min(MOST_RANDOM, self.buffer_size) or progress >= RANDOM_SHARE
@@ -106,8 +105,7 @@ class OffPolicyLearner(ActionValueLearner):
 
     @abstractmethod
     def target_value(self, i: int, q: Tensor, answer: PolicyOutput) -> Tensor:
-        """Returns the target value [P, R] of a state from the critics' values `q` [K, P, R, O] of
-        the policy's output there."""
+        """Returns a state's value [P, R] from the critics' `q` [K, P, R, O] of the output there."""
 
     @abstractmethod
     def loss(self, i: int, q: Tensor, answer: PolicyOutput, batch: UpdateBatch) -> tuple[Tensor, TensorMetrics]:
@@ -205,8 +203,7 @@ class OffPolicyLearner(ActionValueLearner):
         return targets
 
     def _next(self, i: int, transitions: TransitionBatch, generator: torch.Generator) -> PolicyOutput:
-        """Returns the next actions of stack i's policies; the idle code, with probability 1, where
-        a seat does not act."""
+        """Returns stack i's next actions; the idle code, for certain, where a seat does not act."""
         stack = self.stacks[i]
         observations = stack.observations(transitions.next_obs, 1)
         action_mask = stack.optional_rows(transitions.next_action_mask, 1)

@@ -130,8 +130,7 @@ class ValueHead(ActionHead):
         return logp, torch.zeros_like(logp)
 
     def epsilon_greedy(self, epsilon: float) -> ActionSelector:
-        """Returns an epsilon-greedy action function: with probability `epsilon` a uniform legal
-        action, otherwise the best."""
+        """Returns a function that acts uniformly with probability `epsilon`, else best."""
 
         def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, None]:
             action = self.mode(out, action_mask)
@@ -337,8 +336,7 @@ def unroll_values(stack: PolicyStack, head: ValueHead, net: Net, drawn: Sequence
 
 
 def without_duelling(stack: PolicyStack, head: ValueHead) -> Net:
-    """Returns networks whose outputs are the action values themselves. Duelling combines outputs
-    linearly, so the last layer can absorb it."""
+    """Returns networks of plain action values: the last layer absorbs duelling, which is linear."""
     if not head.duelling:
         return stack.net
     return with_last_layer(stack, head.num_actions, dueling_values)

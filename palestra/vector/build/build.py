@@ -277,8 +277,7 @@ def group_trained_teams(
 
 
 def policy_by_seat(config: VectorConfig, env: VectorEnv) -> dict[Seat, str]:
-    """Returns the policy of each seat in training. A seat whose policy is not shared has a policy
-    of its own name."""
+    """Returns the policy of each seat in training; the seat's name if it is not shared."""
     named = seat_policies(config, env)
     for name, own in trained_seats(config, env, named).items():
         named |= {env.seats[seat]: name for seat in own}

@@ -278,8 +278,7 @@ class NetLearner(ABC):
         self.extra_optimizers |= {f"{name}_adam.{i}": optimizer for i, optimizer in enumerate(optimizers)}
 
     def member_writers(self) -> dict[str, Callable[[Path], None]]:
-        """Returns for each policy a function that writes it to a folder: its weights and what is
-        needed to play it alone."""
+        """Returns functions that write what is needed to play each policy alone to a folder."""
         return policy_writers(self.stacks)
 
     def write_state(self, folder: Path) -> None:

@@ -40,8 +40,7 @@ class BoundedHead(ContinuousHead):
         """Returns units [..., D] with standard normal `noise` [..., D], and their log-densities [...]."""
 
     def sample_units(self, out: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Returns units [..., D] with independent noise, differentiable (Kingma & Welling, 2014), and their
-        log-densities [...]."""
+        """Returns sampled units [..., D], differentiable (Kingma & Welling, 2014), and log-densities [...]."""
         return self.perturb(out, normal_like(out[..., : self.width], generator))
 
     def sample(self, out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -30,8 +30,7 @@ def mask_illegal(values: Tensor, action_mask: Tensor | None) -> Tensor:
 
 
 class ActionHead(ABC):
-    """Base of distributions over actions with `outputs` parameters. `width` is the length of an
-    action, 0 for a plain index."""
+    """Base of distributions with `outputs` parameters over actions of `width` numbers (0: an index)."""
 
     outputs: int
     width: int

@@ -35,8 +35,7 @@ class Communication(nn.Module):
         self.rounds = nn.ModuleList(Linear(2 * units, units, GAIN[activation], generators) for _ in range(rounds))
 
     def forward(self, x: Tensor, acts: Tensor | None, team_size: int) -> Tensor:
-        """Returns features [P, R, H] after all rounds. `acts` [P, R] bool marks the seats that act
-        (None: all); the others send nothing."""
+        """Returns features [P, R, H] after all rounds. Seats without `acts` [P, R] send nothing."""
         for layer in self.rounds:
             x = layer(torch.cat([x, mean_of_others(x, acts, team_size)], -1), self.activation)
         return x
@@ -56,8 +55,7 @@ Layout = EntityLayout | ImageLayout
 
 
 class NetConfig(StrictModel):
-    """Shape of a network: convolutions for pixel observations, fully connected layers, then a GRU
-    if `gru_units` is set."""
+    """Shape of a network: convolutions for pixels, fully connected layers, then perhaps a GRU."""
 
     hidden: list[Annotated[int, Field(ge=1, le=65_536)]] = Field([64, 64], min_length=1, max_length=64)
     """Units of each hidden layer."""

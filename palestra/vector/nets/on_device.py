@@ -139,8 +139,7 @@ class RolloutTensors:
 
     @classmethod
     def of(cls, batch: RolloutBatch, device: torch.device = CPU) -> RolloutTensors:
-        """Returns the tensors of a batch: on the CPU they share its memory, on other devices each
-        array is copied once."""
+        """Returns the tensors of a batch: on the CPU in its memory, elsewhere copied once."""
 
         def to_device(x: np.ndarray | None) -> Any:
             return None if x is None else as_tensor(x, device)

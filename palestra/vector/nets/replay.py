@@ -56,8 +56,7 @@ class ReplayBatch:
     index: Tensor
 
     def to(self, device: torch.device) -> Self:
-        """Returns the batch on a device, except `index`, which the buffer reads. On the CPU returns
-        the batch itself."""
+        """Returns the batch on a device, except `index`, which the buffer reads."""
         if device.type == "cpu":
             return self
         return self.map(lambda x: x.to(device, non_blocking=True))
@@ -267,8 +266,7 @@ class CreditEvents(NamedTuple):
 def rollout_arrays(
     batch: RolloutBatch, number: np.ndarray, count_env_steps: bool, team: Sequence[int] = ()
 ) -> RolloutArrays:
-    """Returns the arrays of a batch that credit is computed from. With `team` a seat's future ends
-    when the last seat of the team terminates."""
+    """Returns what credit is computed from. The future of a `team` ends with its last seat."""
     deciding = batch.agent_mask
     if count_env_steps:
         deciding = np.ones_like(deciding)

@@ -110,8 +110,7 @@ class NetVectorPolicy:
         return actions.view(P, B, S, *actions.shape[2:]), logp, recurrent_state
 
     def _seat_selector(self, masks: Tensor | None) -> SeatSelector:
-        """Returns a function that selects the actions of one seat of each team; `masks` [P, B, S,
-        A] are action masks."""
+        """Returns a function that selects actions of one seat; `masks` are [P, B, S, A]."""
 
         def choose(out: Tensor, seat: int) -> tuple[Tensor, Tensor | None]:
             return self.selector(out, None if masks is None else masks[:, :, seat], self.generator)

@@ -37,8 +37,7 @@ from palestra.vector.nets.on_device import RolloutTensors, constant, exponential
 
 
 class COMA(AlgorithmConfig):
-    """COMA: collect a rollout, train the critics on TD(lambda) returns, then take one gradient step
-    with each policy."""
+    """COMA: trains critics on TD(lambda) returns, then takes one step with each policy."""
 
     type: Literal["coma"] = "coma"
     gamma: float = Field(0.99, ge=0, le=1)
@@ -226,8 +225,7 @@ class COMALearner(NetLearner):
         return torch.argmax(policy / race, -1)
 
     def _critic_features(self, obs: Tensor, state: Tensor | None, actions: Tensor, agent_mask: Tensor) -> Tensor:
-        """Returns the critic input of each seat [..., N, D]: state or all observations, the others'
-        actions (one-hot), and the seat."""
+        """Returns critic inputs [..., N, D]: global features, the others' actions, the seat."""
         N = len(self.env.seats)
         A = self.num_actions
         ids = identity(len(self.env.seats), self.device)
@@ -239,8 +237,7 @@ class COMALearner(NetLearner):
 
     @torch.no_grad()
     def _values(self, nets: list[Net], critic_inputs: CriticInputs) -> Tensor:
-        """Returns a value for each action of each seat [..., N, A] from the critics `nets`; 0 for
-        actions that a seat lacks."""
+        """Returns the values of each seat's actions [..., N, A] by `nets`; 0 for those it lacks."""
         q = torch.zeros_like(critic_inputs.action_probs)
         lead = critic_inputs.action_probs.dim() - 2
         for stack, net in zip(self.stacks, nets, strict=True):

@@ -111,8 +111,7 @@ def load_demonstrations(paths: Sequence[str], learner: NetLearner, *, memory: bo
 
 
 class BC(AlgorithmConfig):
-    """Behaviour cloning: maximises the likelihood of the actions in recorded episodes. Play in the
-    env only measures the policy."""
+    """Behaviour cloning: imitates recorded actions. Play in the env only measures the policy."""
 
     type: Literal["bc"] = "bc"
     demonstrations: EpisodeFiles
@@ -224,8 +223,7 @@ class GAIL(ActorCriticConfig):
 
 @dataclass
 class Discriminator:
-    """Discriminators of a stack, one network per member: transitions [P, R, D] -> logits [P, R] of
-    being the expert's."""
+    """Discriminators of a stack: transitions [P, R, D] -> logits [P, R] of being the expert's."""
 
     net: Net
     optimizer: StackedOptimizer
