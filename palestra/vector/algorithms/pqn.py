@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 from typing import Literal
 
 import torch
@@ -22,16 +21,13 @@ from torch import Tensor
 from palestra.core.losses import TensorMetrics
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, RolloutBatch
-from palestra.envs.vector_base import Discrete, Space
 from palestra.vector.algorithms.minibatches import MiniBatch, iterate_minibatches, normalise_weights
-from palestra.vector.algorithms.q_learning import EpsilonGreedyConfig, ValueHead, check_action_spaces
+from palestra.vector.algorithms.q_learning import EpsilonGreedyConfig, ValueLearner
 from palestra.vector.learners.nets import WEIGHT_KEY, NetLearner, NetLearnerSpec
 from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.losses import best_action, gather_values
 from palestra.vector.nets.advantages import AdvantageInputs, gae
-from palestra.vector.nets.heads import ActionHead
 from palestra.vector.nets.on_device import RolloutTensors, constant, make_generator
-from palestra.vector.policies.nets import NetVectorPolicy
 
 
 class PQN(EpsilonGreedyConfig):
@@ -75,30 +71,17 @@ class StackRows:
     recurrent_state: Tensor | None
 
 
-class PQNLearner(NetLearner):
-    """Learner of PQN. Networks have layer normalisation unless `layer_norm: false`. Raises
-    ValueError for envs without discrete actions."""
+class PQNLearner(ValueLearner):
+    """Learner of PQN. Networks have layer normalisation unless `layer_norm: false`."""
+
+    config: PQN
 
     def __init__(self, config: PQN, spec: NetLearnerSpec) -> None:
-        check_action_spaces(config, spec)
-        self.config = config
         policies = {
             name: policy if policy.layer_norm is not None or policy.network else policy.model_copy(update=NORMED)
             for name, policy in spec.policies.items()
         }
-        super().__init__(spec._replace(policies=policies))
-        self.seats = list(chain.from_iterable(stack.seat_mapping.all_seats for stack in self.stacks))
-
-    def build_head(self, space: Space) -> ActionHead:
-        assert isinstance(space, Discrete)
-        return ValueHead(space, duelling=False)
-
-    def rollout_policies(self, progress: float) -> list[NetVectorPolicy]:
-        epsilon = self.config.epsilon_at(progress)
-        heads = [stack.head for stack in self.stacks if isinstance(stack.head, ValueHead)]
-        return [
-            stack.build_policy(head.epsilon_greedy(epsilon)) for stack, head in zip(self.stacks, heads, strict=True)
-        ]
+        super().__init__(config, spec._replace(policies=policies))
 
     # ---- learning
 

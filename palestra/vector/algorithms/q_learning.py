@@ -141,23 +141,50 @@ class ValueHead(ActionHead):
         return choose
 
 
-class QLearner(NetLearner):
-    """Base learner of Q-learning; a subclass defines the loss. With `counts_env_steps` time is counted in env steps,
-    not in each seat's own decisions. Raises ValueError for envs without discrete actions."""
+class ValueLearner(NetLearner):
+    """Base learner of policies that act epsilon-greedily by their action values. Raises ValueError for envs without
+    discrete actions."""
 
+    duelling = False  # whether action values are a state value plus advantages
+
+    def __init__(self, config: EpsilonGreedyConfig, spec: NetLearnerSpec) -> None:
+        check_action_spaces(config, spec)
+        self.config = config
+        super().__init__(spec)
+        self.heads = [stack.head for stack in self.stacks if isinstance(stack.head, ValueHead)]
+        self.seats = list(chain.from_iterable(stack.seat_mapping.all_seats for stack in self.stacks))
+
+    def build_head(self, space: Space) -> ActionHead:
+        assert isinstance(space, Discrete)
+        return ValueHead(space, self.duelling)
+
+    def rollout_policies(self, progress: float) -> list[NetVectorPolicy]:
+        epsilon = self.epsilon_at(progress)
+        return [
+            stack.build_policy(head.epsilon_greedy(epsilon))
+            for stack, head in zip(self.stacks, self.heads, strict=True)
+        ]
+
+    def epsilon_at(self, progress: float) -> float:
+        """Returns the share of random actions in training."""
+        return self.config.epsilon_at(progress)
+
+
+class QLearner(ValueLearner):
+    """Base learner of Q-learning; a subclass defines the loss. With `counts_env_steps` time is counted in env steps,
+    not in each seat's own decisions."""
+
+    config: QLearningConfig
     counts_env_steps = False
     saved_counts = {"steps": "steps", "seen": "env_steps_seen"}
 
     def __init__(self, config: QLearningConfig, spec: NetLearnerSpec) -> None:
-        check_action_spaces(config, spec)
-        self.config = config
-        super().__init__(spec)
+        self.duelling = config.duelling
+        super().__init__(config, spec)
         self.target_nets = [frozen_copy(stack.net) for stack in self.stacks]
         self.register("target", self.target_nets)
         nets = [stack.net for stack in self.stacks]
         self.polyak_pairs: PolyakPairs = list(zip(nets, self.target_nets, strict=True))
-        self.heads = [stack.head for stack in self.stacks if isinstance(stack.head, ValueHead)]
-        self.seats = list(chain.from_iterable(stack.seat_mapping.all_seats for stack in self.stacks))
         self.steps = 0
         self.env_steps_seen = 0
         self.replay = self.build_replay()
@@ -179,22 +206,8 @@ class QLearner(NetLearner):
         capacity = max(1, config.buffer_size // config.rollout_length)
         return SequenceReplay(capacity, burn_in=config.burn_in, recurrent_players=remembered, **credit)
 
-    def build_head(self, space: Space) -> ActionHead:
-        assert isinstance(space, Discrete)
-        return ValueHead(space, self.config.duelling)
-
-    # ---- play
-
-    def rollout_policies(self, progress: float) -> list[NetVectorPolicy]:
-        epsilon = self.epsilon_at(progress)
-        return [
-            stack.build_policy(head.epsilon_greedy(epsilon))
-            for stack, head in zip(self.stacks, self.heads, strict=True)
-        ]
-
     def epsilon_at(self, progress: float) -> float:
-        """Returns the share of random actions in training."""
-        return self.config.epsilon_at(progress) if self.is_warm else 1.0
+        return super().epsilon_at(progress) if self.is_warm else 1.0
 
     # ---- learning
 

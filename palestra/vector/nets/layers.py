@@ -261,11 +261,7 @@ class Net(nn.Module):
         return rowwise(self.head, features), memories
 
     def unroll_with_values(
-        self,
-        obs: Tensor,
-        recurrent_state: Tensor | None = None,
-        is_first: Tensor | None = None,
-        team: Team | None = None,
+        self, obs: Tensor, recurrent_state: Tensor | None, is_first: Tensor | None, team: Team | None
     ) -> tuple[Tensor, Tensor | None]:
         """Returns outputs [P, T, R, outputs] and values [P, T, R] (None without `value_head`)."""
         if self.value_head is None:

@@ -276,11 +276,7 @@ class MultiAgentTransformer(Net):
         return self._decode_tokens(encoded, self._start(encoded), None, memories[len(self.encoder) :])[:, :, 0]
 
     def unroll_with_values(
-        self,
-        obs: Tensor,
-        recurrent_state: Tensor | None = None,
-        is_first: Tensor | None = None,
-        team: Team | None = None,
+        self, obs: Tensor, recurrent_state: Tensor | None, is_first: Tensor | None, team: Team | None
     ) -> tuple[Tensor, Tensor | None]:
         """Returns outputs [P, T, R, O] given the actions of `team`, and values [P, T, R]."""
         assert team is not None and team.actions is not None
