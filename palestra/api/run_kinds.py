@@ -124,7 +124,9 @@ class PopulationRuns(RunKind):
     ) -> bool:
         from palestra.populations.build.build import run_population
 
-        what = f"{config.env_label}, {config.population.type} by {config.oracle.type}, {setup.at_once} at once"
+        what = (
+            f"{config.env_label}, {config.population.type} by {config.oracle.type}, {setup.backend.num_at_once} at once"
+        )
         console.print(styled_text("run ", (str(run.path), "bold"), f": {what}"), soft_wrap=True)
         if start := len(read_lines(run.path / TASKS_FILE)):
             console.print(f"resuming after {start} tasks")

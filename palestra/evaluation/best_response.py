@@ -18,7 +18,7 @@ from palestra.evaluation.target import Target
 from palestra.evaluation.vector import VectorEvalSetup, open_vector_eval
 from palestra.runs import Run, list_checkpoints
 from palestra.runs.loop import restore_checkpoint, run_training
-from palestra.vector.build.build import build_vector_run
+from palestra.vector.build.build import build_vector_run, group_teams
 from palestra.vector.config import TrainedNetConfig, VectorConfig
 from palestra.vector.learners.policy_stack import read_policy
 from palestra.vector.policies.base import VectorPolicy
@@ -108,9 +108,11 @@ def _response_tree(setup: VectorEvalSetup, seat: Seat, steps: int, seed: int) ->
     net = next(policy for policy in candidates if isinstance(policy, TrainedNetConfig))
     others: dict[str, Tree] = {}
     places: dict[Seat, str] = {}
-    for name, seats in setup.groups(_others(setup, seat)):
+    names = _others(setup, seat)
+    policies = setup.policies(names)
+    for name, seats in group_teams(policies, names):
         label = f"other_{seats[0]}"
-        others[label] = _frozen_tree(setup, seats[0], name)
+        others[label] = policies[name].model_dump()
         places |= dict.fromkeys(seats, label)
     places[seat] = RESPONSE
     own = net.algorithm or base.algorithm
@@ -129,18 +131,3 @@ def _response_tree(setup: VectorEvalSetup, seat: Seat, steps: int, seed: int) ->
         "algorithm": algorithm,
         "device": str(setup.device),
     }
-
-
-def _frozen_tree(setup: VectorEvalSetup, seat: Seat, name: str) -> Tree:
-    """Returns the config of a policy of the setup as one that is not trained."""
-    if name == "random":
-        return {"type": "random"}
-    if name.startswith("script:"):
-        return {"type": "script", "script": name.removeprefix("script:")}
-    target, member = setup.target.find_policy(name)
-    if folder := target.weights(member):
-        return {"type": "frozen", "path": str(folder.resolve()), "greedy": setup.greedy}
-    config = validate(VectorConfig, target.tree).policies[member]
-    if isinstance(config, TrainedNetConfig):
-        raise ValueError(f"policy {member} at {seat} is not trained yet: name a run, not a config")
-    return config.model_dump()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import chain
 from pathlib import Path
 
 from palestra.core.config import load, override
 from palestra.evaluation.report.population_data import PopulationRecord, read_record
+from palestra.parallel.config import open_backend
 from palestra.parallel.tasks import Backend, run_tasks
 from palestra.populations.build.build import PopulationConfig, build_population, sides_of_run
 from palestra.populations.build.validation import validate_population
@@ -49,14 +50,10 @@ def play_missing_cells(
 @contextmanager
 def open_workers(config: PopulationConfig, folders: Mapping[str, Path]) -> Iterator[Backend]:
     """Context with the workers of a population's config, which know the members whose weights are in `folders`."""
-    setup = build_population(config)
-    backend = setup.open_backend(setup.make_worker)
-    try:
+    with closing(open_backend(config.backend, build_population(config).make_worker)) as backend:
         for name, folder in folders.items():
             backend.add_member(name, folder)
         yield backend
-    finally:
-        backend.close()
 
 
 def _missing_tasks(record: PopulationRecord, games: int) -> list[PlayTask]:

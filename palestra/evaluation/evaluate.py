@@ -40,8 +40,7 @@ class EvalSetup(Protocol):
     def play(
         self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int, on_progress: OnProgress
     ) -> list[EvalResult]:
-        """Plays the same held-out episodes with each assignment of policies to seats; returns a result of each. See
-        `evaluate` for `on_progress`."""
+        """Plays the same held-out episodes with each assignment; see `evaluate` for `on_progress`."""
 
 
 def evaluate(

@@ -29,15 +29,23 @@ from palestra.populations.build.build import sides_of_run
 from palestra.populations.build.validation import validate_population
 from palestra.populations.population import Mix, Player
 from palestra.populations.tabular.best_response import nash_conv
-from palestra.populations.tabular.game_tree import MAX_NODES, GameTree
+from palestra.populations.tabular.game_tree import MAX_NODES, GameTree, uniform_policy
 from palestra.populations.tabular.traversal import GameTooLarge
 from palestra.populations.workers.exact import ExactSolver
-from palestra.populations.workers.member_loader import UNIFORM_MEMBER, MemberLoader, no_rules_message, tree_of_env
+from palestra.populations.workers.member_loader import MemberLoader, no_rules_message, tree_of_env
 from palestra.vector.build.build import member_folder, policy_by_seat
 from palestra.vector.build.envs import make_vector_env
-from palestra.vector.config import FrozenNetConfig, RandomActionsConfig, VectorConfig
+from palestra.vector.config import (
+    FrozenNetConfig,
+    RandomActionsConfig,
+    ScriptConfig,
+    TrainedNetConfig,
+    VectorConfig,
+    VectorPolicyConfig,
+)
 
 MAX_NODES_OF_EVAL = 600_000  # largest game tree whose NashConv every evaluation computes (takes about 15 s)
+OTHER_NAMES = "random, script:NAME or RUN:NAME"  # of policies beside those of a run
 InfoStatePolicy = dict[str, dict[int, float]]  # information state -> legal action -> probability
 
 
@@ -69,8 +77,7 @@ class GamePolicy:
         return TypeAdapter(cls).validate_python(read_json(Path(path), dict))
 
     def to_openspiel(self) -> Any:
-        """Returns the policy as an `open_spiel.python.policy.Policy`. Raises ValueError unless the game is one of
-        OpenSpiel's."""
+        """Returns the policy as OpenSpiel's. Raises ValueError unless the game is one of OpenSpiel's."""
         if self.env["type"] != "openspiel":
             raise ValueError(
                 f'env "{self.env["type"]}" is not a game of OpenSpiel, so its information states have other names: '
@@ -157,30 +164,34 @@ def policy_table(target: Target, env: VectorEnv, game: GameTree, names: Mapping[
     """
     policy = np.zeros(game.action_mask.shape)
     for player, seat in enumerate(env.seats):
-        folder, is_greedy = _policy_files(target, names[seat])
-        loader = MemberLoader(env, game, greedy=greedy or is_greedy)
+        name = names[seat]
         rows = game.player_rows(player)
-        if folder is None:
-            table = loader.policy(UNIFORM_MEMBER, {})
-        else:
-            table = loader.policy(names[seat], {names[seat]: folder})
-        policy[rows] = table[rows]
+        match find_fixed_policy(target, name, greedy=greedy):
+            case FrozenNetConfig() as frozen:
+                loader = MemberLoader(env, game, greedy=greedy or frozen.greedy)
+                policy[rows] = loader.policy(name, {name: member_folder(frozen.path)})[rows]
+            case RandomActionsConfig():
+                policy[rows] = uniform_policy(game)[rows]
+            case _:
+                raise ValueError(f'policy "{name}" has no weights, so its action probabilities cannot be listed')
     return policy
 
 
-def _policy_files(target: Target, name: str) -> tuple[Path | None, bool]:
-    """Returns the folder of a policy's weights (None: it is uniformly random), and whether it is always greedy."""
+def find_fixed_policy(target: Target, name: str, *, greedy: bool) -> VectorPolicyConfig:
+    """Returns a policy by name as one that is not trained: a policy of the target, "random", "script:NAME", or
+    "RUN:NAME" of another run; with `greedy`, trained ones take their most probable action. Raises ValueError for an
+    unknown name."""
     if name == "random":
-        return None, False
-    target, name = target.find_policy(name)
-    if folder := target.weights(name):
-        return folder, False
-    config = validate(VectorConfig, target.tree).policies.get(name)
-    if isinstance(config, FrozenNetConfig):
-        return member_folder(config.path), config.greedy
-    if isinstance(config, RandomActionsConfig):
-        return None, False
-    raise ValueError(f'policy "{name}" has no weights, so its action probabilities cannot be listed')
+        return RandomActionsConfig()
+    if name.startswith("script:"):
+        return ScriptConfig(script=name.removeprefix("script:"))
+    target, member = target.find_policy(name)
+    if folder := target.weights(member):
+        return FrozenNetConfig(path=str(folder.resolve()), greedy=greedy)
+    policy = validate(VectorConfig, target.tree).policies.get(member)
+    if policy is None or isinstance(policy, TrainedNetConfig):
+        target.refuse_policy(member, OTHER_NAMES)
+    return policy
 
 
 def as_game_policy(env: Mapping[str, Any], game: GameTree, policy: np.ndarray) -> GamePolicy:

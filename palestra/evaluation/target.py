@@ -103,8 +103,7 @@ class Target:
         return checkpoint.path / checkpoint.names[policy]
 
     def find_policy(self, name: str) -> tuple[Target, str]:
-        """Returns the target that has the policy `name`, and the policy's name in it. For RUN:NAME the target is RUN
-        with its newest checkpoint."""
+        """Returns the target that has the policy, RUN at its newest checkpoint for RUN:NAME, and its name there."""
         run, _, policy = name.rpartition(":")
         if not run:
             return self, name
@@ -152,8 +151,7 @@ def load_target(path: Path) -> Tree:
 
 
 def _env_target(name: str, options: Mapping[str, Any]) -> Target:
-    """Returns the target of an env without a run: the shipped base plays it, or in a vectorised env the networks that
-    `seats` names."""
+    """Returns the target of an env without a run: the shipped base plays it, or networks that `seats` names."""
     tree: Tree = {"env": {"type": name, **options}}
     kind = "net" if is_vector_config(tree) else "frozen"
     return Target(tree | {"policies": {"default": {"type": kind}}})

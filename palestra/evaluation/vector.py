@@ -16,19 +16,17 @@ from palestra.core.config import validate
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Seat
 from palestra.envs import VectorEnv
-from palestra.evaluation.game_policy import nash_conv_metrics, policy_table
+from palestra.evaluation.game_policy import find_fixed_policy, nash_conv_metrics, policy_table
 from palestra.evaluation.target import EvalResult, OnProgress, Target, assign_seats
-from palestra.vector.build.build import group_teams, make_fixed_player, policy_by_seat, team_by_seat
+from palestra.vector.build.build import make_players, policy_by_seat, team_by_seat
 from palestra.vector.build.envs import make_vector_env, seed_notes
-from palestra.vector.config import RandomActionsConfig, ScriptConfig, VectorConfig
-from palestra.vector.learners.policy_stack import read_policy
+from palestra.vector.config import VectorConfig, VectorPolicyConfig
 from palestra.vector.nets.on_device import CPU
 from palestra.vector.policies.base import VectorPolicy
 from palestra.vector.rollouts.episodes import record_vector_episodes
 from palestra.vector.trainer import play_eval
 
 MAX_NUM_ENVS = 256  # parallel copies of the env
-OTHER_NAMES = "random, script:NAME or RUN:NAME"
 
 
 @dataclass(frozen=True)
@@ -48,22 +46,15 @@ class VectorEvalSetup:
     def notes(self) -> list[str]:
         return seed_notes(self.env)
 
-    def groups(self, names: Mapping[Seat, str]) -> list[tuple[str, tuple[Seat, ...]]]:
-        """Returns the policy and the seats of each player: a seat, or all seats that a team's network plays."""
-
-        def folder_of(name: str) -> Path | None:
-            if name == "random" or name.startswith("script:"):
-                return None
-            target, member = self.target.find_policy(name)
-            return target.weights(member)
-
-        return group_teams({seat: names[seat] for seat in self.env.seats if seat in names}, folder_of)
+    def policies(self, names: Mapping[Seat, str]) -> dict[str, VectorPolicyConfig]:
+        """Returns the policies by name."""
+        return {
+            name: find_fixed_policy(self.target, name, greedy=self.greedy) for name in dict.fromkeys(names.values())
+        }
 
     def players(self, names: Mapping[Seat, str]) -> list[VectorPolicy]:
-        return [
-            load_player(self.target, self.env, seats, name, self.greedy, self.device)
-            for name, seats in self.groups(names)
-        ]
+        named = {seat: names[seat] for seat in self.env.seats if seat in names}
+        return make_players(self.policies(named), self.env, named, self.device)
 
     def play(
         self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int, on_progress: OnProgress
@@ -144,25 +135,3 @@ def player_names(env: VectorEnv, players: list[VectorPolicy]) -> dict[Seat, str]
     for player in players:
         names |= {env.seats[number]: player.names[0] for number in player.seats}
     return {seat: names[seat] for seat in env.seats}
-
-
-def load_player(
-    target: Target, env: VectorEnv, seats: Sequence[Seat], name: str, greedy: bool, device: torch.device = CPU
-) -> VectorPolicy:
-    """Returns the player of some seats by name: a policy of the target, "random", "script:NAME", or "RUN:NAME" of
-    another run. Raises ValueError for an unknown name."""
-    if name == "random":
-        return make_fixed_player(RandomActionsConfig(), env, seats, name)
-    if name.startswith("script:"):
-        return make_fixed_player(ScriptConfig(script=name.removeprefix("script:")), env, seats, name)
-    label = f"{name}/{'+'.join(seats)}"
-    target, name = target.find_policy(name)
-    if folder := target.weights(name):
-        numbers = [env.seats.index(seat) for seat in seats]
-        player = read_policy(folder, env, numbers, best=greedy, device=device)
-        player.name = label
-        return player
-    config = validate(VectorConfig, target.tree)
-    if name not in config.policies or config.policies[name].type == "net":
-        target.refuse_policy(name, OTHER_NAMES)
-    return make_fixed_player(config.policies[name], env, seats, name, device)

@@ -20,8 +20,7 @@ SumOverProcesses = Callable[["Tensor"], "Tensor"]  # sums a tensor over all trai
 
 
 class ProcessGroup:
-    """A process group seen from rank `rank` of `world_size`. This base class is one process alone, in which every
-    operation returns its own input."""
+    """Rank `rank` of `world_size` processes; here a single one, whose operations return their inputs."""
 
     rank: int = 0
     world_size: int = 1

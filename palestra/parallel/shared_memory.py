@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from torch import Tensor
 from palestra.core.failures import RunFailed, is_out_of_memory
 from palestra.parallel.process_group import ProcessGroup
 from palestra.parallel.processes import exit_reason, join_or_kill, leave_signals_to_parent, start_process
+from palestra.parallel.torch_group import TorchGroup, choose_loopback
 
 T = TypeVar("T")
 
@@ -84,31 +85,22 @@ class SharedMemoryAllReduce:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharedMemoryGroup(ProcessGroup):
-    """Processes of one machine: this one's rank, the number of processes, the rendezvous file, and the shared-memory
-    all-reduce."""
+class SharedMemoryGroup(TorchGroup):
+    """Processes of one machine, which meet at `rendezvous_file` and sum in shared memory."""
 
-    rank: int
-    world_size: int
     rendezvous_file: str
     all_reducer: SharedMemoryAllReduce
 
     def join(self) -> None:
-        """Joins the torch.distributed group (gloo); blocks until all processes have joined. Raises RuntimeError if
-        another process has ended."""
+        """Joins the gloo group once all have joined. Raises RuntimeError if another process has ended."""
         self.all_reduce(torch.zeros(1))  # the group's own start would wait half an hour for a process that died
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
+        choose_loopback()
         dist.init_process_group(
             "gloo", init_method=f"file://{self.rendezvous_file}", rank=self.rank, world_size=self.world_size
         )
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.all_reducer.all_reduce(x, self.rank)
-
-    def all_gather(self, item: T) -> list[T]:
-        items: list[Any] = [None] * self.world_size
-        dist.all_gather_object(items, item)
-        return items
 
     def all_ranks(self, flag: bool) -> bool:
         return bool(self.all_reduce(torch.tensor([float(flag)])) == self.world_size)  # called before every update
@@ -158,8 +150,7 @@ def _run(rank: SharedMemoryGroup, run_rank: Callable[[ProcessGroup], None], thre
 
 
 def stop_processes() -> None:
-    """Leaves the process group and ends the processes that `start_processes` started; kills each that still runs after
-    5 s."""
+    """Leaves the group and ends the processes that this one started; kills those that run after 5 s."""
     if dist.is_initialized():
         dist.destroy_process_group()
     for worker in CHILD_PROCESSES:
@@ -169,8 +160,7 @@ def stop_processes() -> None:
 
 @contextmanager
 def explain_dead_process(resume: str = "palestra train --resume") -> Iterator[None]:
-    """Context that turns the error of a lost connection into RunFailed, which names the process that died and the
-    command `resume`."""
+    """Context that turns a lost connection into RunFailed, with the dead process and the command `resume`."""
     try:
         yield
     except RuntimeError as error:

@@ -78,8 +78,7 @@ def worker_start_error(fault: ErrorText) -> RunFailed:
 def run_timed(
     worker: TaskWorker, task: Task, members: Mapping[str, Path], out: Path | None, trace: TraceContext | None = None
 ) -> tuple[Result, float]:
-    """Runs a task, below the span `trace`; returns its result, after a round trip through JSON, and the seconds it
-    took."""
+    """Runs a task below the span `trace`; returns its result, after JSON and back, and the seconds taken."""
     start = time.perf_counter()
     with continue_trace(trace), span("work", task=task.name, kind=task.kind):
         result = through_json(worker.run_task(task, members, out), task)

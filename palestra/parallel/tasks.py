@@ -58,8 +58,7 @@ WorkerFactory = Callable[[], TaskWorker]  # must be picklable: a backend calls i
 
 @dataclass(frozen=True)
 class TaskResult:
-    """A finished task. `result` is the worker's result after a round trip through JSON; `seconds` is the worker's
-    time."""
+    """A finished task, its result after a round trip through JSON, and the seconds that it took."""
 
     task: Task
     result: Result

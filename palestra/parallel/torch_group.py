@@ -28,6 +28,11 @@ CONNECTION_LOST_SIGNS = (
 )  # substrings of torch's error messages when the connection to a rank is lost
 
 
+def choose_loopback() -> None:
+    """Lets gloo connect processes of one machine, whose host name may not resolve."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
+
+
 @dataclass(frozen=True)
 class TorchGroup(ProcessGroup):
     """The default group of torch.distributed."""
@@ -62,15 +67,13 @@ class TorchGroup(ProcessGroup):
 
 
 def join_process_group() -> ProcessGroup:
-    """Returns this process's group; initialises torch.distributed at the first call. A process alone if torchrun did
-    not start it."""
+    """Returns the group that torchrun started, joined at the first call; else a process alone."""
     size = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
     if size == 1:
         return SINGLE_PROCESS
     if not dist.is_initialized():
-        if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # single machine: its host name may not resolve
-            loopback = "lo0" if os.uname().sysname == "Darwin" else "lo"
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+            choose_loopback()
         backends = "gloo"
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -90,8 +93,7 @@ def sum_in_place(group: ProcessGroup, tensors: Sequence[Tensor]) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields groups of tensors of one dtype and device with at most `ALL_REDUCE_ELEMENTS` elements together (a single
-    tensor may exceed it)."""
+    """Yields groups of tensors of one dtype and device, each of at most `ALL_REDUCE_ELEMENTS` or one tensor."""
     part: list[Tensor] = []
     size = 0
     for tensor in tensors:

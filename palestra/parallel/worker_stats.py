@@ -33,8 +33,7 @@ class WorkerStats:
         self._why: dict[str, str] = {}  # reason of the last loss, by worker
 
     def count(self, kind: str, where: str, why: str = "", **counters: float) -> None:
-        """Adds to the counters of a worker. Unless it is a loss, also sets the time at which the worker was last
-        seen."""
+        """Adds to the counters of a worker, and unless it is a loss sets when the worker was last seen."""
         seen = {} if counters.get("lost") else {"seen": round(time.time(), 1)}
         self.merge([{"worker": f"{kind} {where}", "kind": kind, "where": where, **seen, **counters, "why": why}])
 

@@ -202,13 +202,11 @@ class PayoffTable:
     # ---- tables
 
     def mean(self, unplayed: float = np.nan) -> list[np.ndarray]:
-        """Returns mean returns, a float64 array [m_0, ..., m_n-1] for each seat; `unplayed` where there are no
-        games."""
+        """Returns mean returns, float64 [m_0, ..., m_n-1] for each seat; `unplayed` where there are no games."""
         return self._tables(lambda cell: cell.mean if cell.exact or cell.games else [unplayed] * len(cell.mean))
 
     def stderr(self) -> list[np.ndarray]:
-        """Returns the standard errors of `mean`, in the same shapes; infinite for fewer than two games, 0 for exact
-        payoffs."""
+        """Returns the standard errors of `mean`; infinite for fewer than two games, 0 for exact payoffs."""
         return self._tables(lambda cell: cell.stderr)
 
     def games(self) -> np.ndarray:

@@ -27,8 +27,7 @@ class Sides:
 
     @classmethod
     def of(cls, names: Sequence[Player]) -> Self:
-        """Returns the sides of a game whose seats have these names: seats of one name are a side, whose player has the
-        name."""
+        """Returns the sides of a game: seats of one name are a side, whose player has the name."""
         seats: dict[Player, list[int]] = {}
         for number, name in enumerate(names):
             seats.setdefault(name, []).append(number)
@@ -110,8 +109,7 @@ class Population:
         return [name for name, member in self.members.items() if member.player in ("", player)]
 
     def names_with_files(self, names: Iterable[str | None]) -> tuple[str, ...]:
-        """Returns the names, without duplicates, of policies that have files: members with weights, and policies in
-        training, which are not yet members."""
+        """Returns the names, each once, of policies with files: members with weights, and future members."""
         members = self.members
         return tuple(name for name in dict.fromkeys(names) if name and (name not in members or members[name].weights))
 

@@ -81,8 +81,7 @@ def _inverse_laplacian(laplacian_MM: np.ndarray) -> np.ndarray:
 
 
 def log_odds(points_MM: np.ndarray, prior_draws: float = 1.0) -> np.ndarray:
-    """Returns the log-odds float64 [M, M] of a win, antisymmetric, with `prior_draws` additional drawn games; 0 for
-    pairs that never met."""
+    """Returns the log-odds of a win [M, M] with `prior_draws` drawn games each; 0 for pairs that never met."""
     have_met = points_MM + points_MM.T > 0
     smooth = np.where(have_met, points_MM + prior_draws / 2, 1)
     return np.where(have_met, np.log(smooth) - np.log(smooth.T), 0)

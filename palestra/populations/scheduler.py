@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from palestra.core.files import (
     TEMPORARY_PREFIX,
@@ -45,15 +45,6 @@ from palestra.runs.checkpoints import RECOVERY_HINT, TASKS_FILE, are_checksums
 MEMBERS_DIR = "members"
 MAX_NAMED = 8  # largest number of members that the span of a task names
 STOP_POLL_INTERVAL_S = 0.2  # seconds between two checks of `stop`
-
-
-@runtime_checkable
-class PlanWithMetrics(Protocol):
-    """A plan that reports metrics after a task."""
-
-    def task_metrics(self, task: Task, result: Result) -> Mapping[str, Metrics]:
-        """Returns metrics by policy, player, or TEAM, for metrics.jsonl; called after `on_result`."""
-        ...
 
 
 class PlanCallback:
@@ -166,8 +157,7 @@ class PlanRun:
         return list(members)
 
     def in_order(self, done: TaskResult) -> Iterator[TaskResult]:
-        """Yields the results that are next in order, now that `done` has arrived. The caller must `record` each before
-        the next."""
+        """Yields the results next in order, now that `done` is there; `record` each before the next."""
         if self.as_completed:
             yield done
             return
@@ -206,7 +196,7 @@ class PlanRun:
         self.num_done += 1
         new = self.plan.on_result(task, result)
         self._add(new)
-        return new, self.plan.task_metrics(task, result) if isinstance(self.plan, PlanWithMetrics) else {}
+        return new, self.plan.task_metrics(task, result)
 
     def _add(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
@@ -221,8 +211,7 @@ class PlanRun:
             self.open_tasks[task.name] = task
 
     def _record_of(self, line: Mapping[str, Any]) -> TaskRecord:
-        """Returns the record in the next line of tasks.jsonl. Raises ValueError (DamagedFile) if it is not the record
-        of a pending task."""
+        """Returns the record in the next line of tasks.jsonl. Raises ValueError if it is of no pending task."""
         fields = line.get("task")
         name, makes = (fields.get("name"), fields.get("output_member")) if isinstance(fields, Mapping) else (None, None)
         if line.get("number") != self.num_done or not isinstance(name, str):

@@ -77,8 +77,7 @@ def read_records(path: Path) -> list[TaskRecord]:
 
 
 def read_members(run: Path) -> list[Member]:
-    """Returns the members that population.json of a run lists; [] if it does not exist. Raises DamagedFile if one is
-    not as palestra writes it."""
+    """Returns the members in population.json; [] without the file. Raises DamagedFile for a changed one."""
     path = run / MEMBERS_FILE
     try:
         return from_json(list[Member], read_json(path, list, []), "members")

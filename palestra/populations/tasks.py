@@ -11,13 +11,14 @@ write them as JSON and read them back.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
 
 from pydantic import ConfigDict
 
+from palestra.core.types import Metrics
 from palestra.parallel.tasks import Result, Task
 from palestra.populations.payoffs import MemberProfile, PayoffCell
 from palestra.populations.population import Mix, Player
@@ -205,4 +206,8 @@ class Plan(Protocol):
 
     def on_result(self, task: Task, result: Result) -> Sequence[Task]:
         """Records the result of `task`, of type `task.result_type`; returns the tasks that it makes possible."""
+        ...
+
+    def task_metrics(self, task: Task, result: Result) -> Mapping[str, Metrics]:
+        """Returns metrics by policy, player, or TEAM, for metrics.jsonl; called after `on_result`."""
         ...

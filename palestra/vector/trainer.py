@@ -95,8 +95,7 @@ class VectorTrainer:
         return self.rollout.env.num_envs
 
     def env_seeds(self, *key: object) -> np.ndarray:
-        """Seeds of this process's env copies, int64 [B], derived from `key`. They are at least
-        2**33; evaluations use seeds below 2**32."""
+        """Seeds of the env copies, int64 [B], at least 2**33; evaluations have them below 2**32."""
         first = derive_seed(self.seed, "games", self.ranks.rank, *key) >> 1 | 1 << 33
         return first + np.arange(self.num_envs)
 
@@ -140,8 +139,7 @@ class VectorTrainer:
         return VectorUpdate(batch.episode_stats, batch.rollout_metrics, batch.terminated.size, metrics, timer)
 
     def log(self, step: int, updates: Sequence[VectorUpdate]) -> dict[str, Metrics]:
-        """Writes the metrics since the last logged step to the run, for each policy and for all
-        together. Returns them by policy."""
+        """Writes the metrics since the last log, by policy and of all together; returns them."""
         env_steps = float((step + 1) * self.rollout_length * self.num_envs * self.ranks.world_size)
         everywhere = list(chain.from_iterable(self.ranks.all_gather(updates)))
         metrics = training_metrics(everywhere, self.learner.names, self.seats, self.teams)

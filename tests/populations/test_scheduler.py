@@ -15,6 +15,7 @@ from helpers.toy_follow import contents, done_run, new_run, resume
 from helpers.toy_tasks import Adder, LookTask, Sums, Value, expected, make
 
 from palestra.core.files import read_checksummed, read_lines
+from palestra.core.types import Metrics
 from palestra.parallel.inline import InlineBackend
 from palestra.parallel.tasks import Result, Task, TaskResult
 from palestra.populations.scheduler import PlanCallback, run_plan
@@ -34,6 +35,9 @@ class Given:
 
     def on_result(self, task: Task, result: Result) -> Sequence[Task]:
         return []
+
+    def task_metrics(self, task: Task, result: Result) -> Mapping[str, Metrics]:
+        return {}
 
 
 def follow_given(root: Path, *tasks: Task) -> None:

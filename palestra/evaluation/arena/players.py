@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -92,42 +92,37 @@ def play_uneven(number: int, rules: Rules[Any], state: Any, rng: random.Random) 
     return rng.choices(legal, [ODDS ** taste.uniform(0, 1) for _ in legal])[0]
 
 
+def play_with_slips(rate: float, player: Player, rules: Rules[Any], state: Any, rng: random.Random) -> int:
+    """Plays like `player`, but a random action with probability `rate`."""
+    if rng.random() < rate:
+        return play_random(rules, state, rng)
+    return player(rules, state, rng)
+
+
+def play_by_search(game: str, depth: int, rules: Rules[Any], state: Any, rng: random.Random) -> int:
+    """Plays one of the actions that a search of `depth` moves finds best."""
+    return rng.choice(search(game, depth, state))
+
+
+def play_by_table(game: str, policy_IA: np.ndarray, rules: Rules[Any], state: Any, rng: random.Random) -> int:
+    """Plays the action probabilities [I, A] over the information states of the game's tree."""
+    turn = rules.current_player(state)
+    chances = policy_IA[rows_of(game)[turn, rules.info_state_text(state, turn)]]
+    return int(rng.choices(range(len(chances)), chances.tolist())[0])
+
+
 def hunter(game: str) -> Player:
     """Returns a player that looks ahead by two moves, or plays the best response to random play."""
     if depths := GAMES[game].search_depths:
-        return Search(game, depths[0])
-    return Table(*best_response_table(game))
+        return partial(play_by_search, game, depths[0])
+    return partial(play_by_table, game, best_response_table(game))
 
 
 def solver(game: str) -> Player:
     """Returns a player that searches deep (tic-tac-toe: to the end), or plays an equilibrium."""
     if depths := GAMES[game].search_depths:
-        return Search(game, depths[1])
-    return Table(*solution_table(game))
-
-
-@dataclass(frozen=True)
-class Slips:
-    """Plays like `player`, but a random action with probability `rate`."""
-
-    player: Player
-    rate: float
-
-    def __call__(self, rules: Rules[Any], state: Any, rng: random.Random) -> int:
-        if rng.random() < self.rate:
-            return play_random(rules, state, rng)
-        return self.player(rules, state, rng)
-
-
-@dataclass(frozen=True)
-class Search:
-    """Plays one of the actions that a search of `depth` moves finds best."""
-
-    game: str
-    depth: int
-
-    def __call__(self, rules: Rules[Any], state: Any, rng: random.Random) -> int:
-        return rng.choice(search(self.game, self.depth, state))
+        return partial(play_by_search, game, depths[1])
+    return partial(play_by_table, game, solution_table(game))
 
 
 @cache
@@ -137,24 +132,6 @@ def search(game: str, depth: int, state: Any) -> list[int]:
     return best_actions(text_game(game).rules, state, depth, heuristic)
 
 
-@dataclass(frozen=True)
-class Table:
-    """Plays the action probabilities [I, A] of a `policy` over the information states of a game tree."""
-
-    tree: GameTree
-    policy: np.ndarray
-    rows: dict[tuple[int, str], int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        keys = zip(self.tree.state_player.tolist(), self.tree.info_state_texts, strict=True)
-        object.__setattr__(self, "rows", {key: row for row, key in enumerate(keys)})
-
-    def __call__(self, rules: Rules[Any], state: Any, rng: random.Random) -> int:
-        turn = rules.current_player(state)
-        chances = self.policy[self.rows[turn, rules.info_state_text(state, turn)]]
-        return int(rng.choices(range(len(chances)), chances.tolist())[0])
-
-
 @cache
 def tree_of(game: str) -> GameTree:
     """Returns the tree of a game that plays by tables."""
@@ -162,23 +139,30 @@ def tree_of(game: str) -> GameTree:
 
 
 @cache
-def best_response_table(game: str) -> tuple[GameTree, np.ndarray]:
-    """Returns the tree, and each player's best response [I, A] to random play."""
+def rows_of(game: str) -> dict[tuple[int, str], int]:
+    """Returns the numbers of the information states in the game's tree, by player and text."""
+    tree = tree_of(game)
+    keys = zip(tree.state_player.tolist(), tree.info_state_texts, strict=True)
+    return {key: row for row, key in enumerate(keys)}
+
+
+@cache
+def best_response_table(game: str) -> np.ndarray:
+    """Returns each player's best response [I, A] to random play."""
     tree = tree_of(game)
     policy = uniform_policy(tree)
     for player in range(tree.num_players):
         rows = tree.player_rows(player)
         policy[rows] = best_response(tree, uniform_policy(tree), player)[0][rows]
-    return tree, policy
+    return policy
 
 
 @cache
-def solution_table(game: str) -> tuple[GameTree, np.ndarray]:
-    """Returns the tree, and the average policy [I, A] of CFR+, which is near an equilibrium of a zero-sum game."""
-    tree = tree_of(game)
-    solver = CFRSolver(tree, plus=True)
+def solution_table(game: str) -> np.ndarray:
+    """Returns the average policy [I, A] of CFR+, which is near an equilibrium of a zero-sum game."""
+    solver = CFRSolver(tree_of(game), plus=True)
     solver.run(CFR_ITERATIONS)
-    return tree, solver.average_policy()
+    return solver.average_policy()
 
 
 REFERENCES: dict[str, Callable[[str], Player]] = {
@@ -190,8 +174,8 @@ REFERENCES: dict[str, Callable[[str], Player]] = {
     "uneven-2": lambda game: partial(play_uneven, 2),
     "uneven-3": lambda game: partial(play_uneven, 3),
     "hunter": hunter,
-    "slips-60": lambda game: Slips(solver(game), 0.6),
-    "slips-30": lambda game: Slips(solver(game), 0.3),
-    "slips-10": lambda game: Slips(solver(game), 0.1),
+    "slips-60": lambda game: partial(play_with_slips, 0.6, solver(game)),
+    "slips-30": lambda game: partial(play_with_slips, 0.3, solver(game)),
+    "slips-10": lambda game: partial(play_with_slips, 0.1, solver(game)),
     "solver": solver,
 }

@@ -69,8 +69,7 @@ Scores = Mapping[str, Mapping[str, Score]]  # by game and opponent
 
 @dataclass(frozen=True)
 class ArenaResult:
-    """A player's scores in the arena. `exploitability` is by game, where it can be computed; `notes` say why games
-    were forfeited."""
+    """A player's scores, its exploitability by game where known, and why games were forfeited (`notes`)."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 

@@ -181,8 +181,7 @@ def _seed_group(label: str, runs: Sequence[RunLogs], figure: FigureSpec, metric:
 
 
 def _bounds(run: RunLogs, figure: FigureSpec, metric: str) -> np.ndarray | None:
-    """Returns the 95 % intervals [2, K] of a run's evaluations: Wilson's of a success rate, the normal one of a mean
-    return; None if a line lacks what is needed."""
+    """Returns the 95 % intervals [2, K] of a run's evaluations; None if a line lacks what is needed."""
     known = [line for line in _lines(run, figure) if line.get(metric) is not None]
     spans = [line | {"low": span[0], "high": span[1]} for line in known if (span := _interval(line, metric))]
     if not spans or len(spans) < len(known):

@@ -35,8 +35,7 @@ JSONLine = dict[str, Any]
 
 @dataclass(frozen=True)
 class PopulationRecord:
-    """A population's run as read from its files. `members` are frozen, oldest first; `payoffs` holds all games between
-    them."""
+    """A population's run from its files: frozen `members`, oldest first, and the `payoffs` between them."""
 
     path: Path
     members: list[Member]
@@ -55,8 +54,7 @@ class PopulationRecord:
         return tuple(name for name in dict.fromkeys(names) if name in stored)
 
     def folders(self, names: Iterable[str]) -> dict[str, Path]:
-        """Returns the folders of the weights of those names that are members with weights. Raises DamagedFile if files
-        are missing or changed."""
+        """Returns the folders of those that have weights. Raises DamagedFile if files are missing or changed."""
         return member_folders(self.path, self.tasks, self.with_weights(names))
 
 

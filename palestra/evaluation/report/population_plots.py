@@ -66,8 +66,7 @@ def nash_conv_charts(record: PopulationRecord) -> Iterator[Chart]:
 
 
 def payoff_heat_map(record: PopulationRecord) -> HeatMap | None:
-    """Returns the payoffs of the first seat's newest members (rows) against the second's; None unless there are two
-    seats and payoffs are known."""
+    """Returns the newest members' payoffs, first seat by second; None unless two seats have known ones."""
     payoffs = record.payoffs
     if len(payoffs.seats) != 2 or np.isnan(mean := payoffs.mean()[0]).all():
         return None
@@ -113,8 +112,7 @@ def nash_conv_points(record: PopulationRecord) -> list[dict[str, float]]:
 
 
 def mixtures_by_player(record: PopulationRecord) -> dict[str, list[dict[str, float]]]:
-    """Returns the mixtures by player, one for each meta-strategy; without meta-strategies, opponents by learner, one
-    for each slice."""
+    """Returns each player's meta-strategies; without any, the opponents of each learner's slices."""
     mixtures: dict[str, list[dict[str, float]]] = {}
     for line in record.metrics:
         if mix := {key.removeprefix("mix/"): p for key, p in line.items() if key.startswith("mix/")}:

@@ -26,8 +26,7 @@ class ActorResources(NamedTuple):
 
 
 def parse_placement(kind: str, placement: Mapping[str, Any]) -> ActorResources:
-    """Returns the actors that `placement` reserves for one kind of task. Raises ValueError if `placement` is
-    invalid."""
+    """Returns the actors reserved for one kind of task. Raises ValueError if `placement` is invalid."""
     if unknown := [name for name in placement if name not in PLACEMENT_OPTIONS]:
         raise ValueError(f'placement.{kind} has "{unknown[0]}"; there are {", ".join(PLACEMENT_OPTIONS)}')
     actors = placement.get("workers", 1)

@@ -79,8 +79,7 @@ class _RayWorkerHandle:
     unused: list[str] = field(default_factory=list)
 
     def take(self, packages: Sequence[Package]) -> dict[str, ray.ObjectRef[Any]]:
-        """Records that the actor will have `packages`, and drops the least recently used ones beyond the limits;
-        returns the files that it lacks, by content."""
+        """Records what the actor will have, without those used longest ago; returns the files that it lacks."""
         new = {each.content: each.files for each in packages if each.content not in self.held}
         for each in packages:
             self.held[each.content] = each.num_bytes

@@ -7,6 +7,7 @@ is imported only for configs with language agents.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -22,7 +23,7 @@ from palestra.envs.remote.remote_env import make_env
 from palestra.envs.text.board_games import TextGame
 from palestra.envs.vector_base import VectorEnv
 from palestra.parallel.config import PopulationBackendConfig, open_backend
-from palestra.parallel.tasks import Backend, TaskResult, WorkerFactory
+from palestra.parallel.tasks import TaskResult, WorkerFactory
 from palestra.populations.plans.league import League, LeagueConfig
 from palestra.populations.plans.pbt import PBT, PBTConfig
 from palestra.populations.plans.psro import PSRO
@@ -99,14 +100,11 @@ class PopulationConfig(RunConfig):
 
 @dataclass
 class PopulationSetup:
-    """Parts of a population run, for `run_population`. `at_once` is the number of tasks that run at once;
-    `as_completed`: the plan gets results in the order of completion. `notes` are lines about the env."""
+    """Parts of a population run, for `run_population`. `notes` are lines about the env."""
 
     plan: AnyPlan
     make_worker: WorkerFactory
-    open_backend: Callable[[WorkerFactory], Backend]
-    at_once: int
-    as_completed: bool
+    backend: PopulationBackendConfig
     notes: Sequence[str] = ()
 
 
@@ -135,8 +133,7 @@ class PopulationRecorder(PlanCallback):
 
 
 def build_population(config: PopulationConfig) -> PopulationSetup:
-    """Returns the parts that `config` describes, for `run_population`. Raises ValueError if they do not fit
-    together."""
+    """Returns the parts that `config` describes. Raises ValueError if they do not fit together."""
     seats, rules, notes = _game(config.env)
     sides = _sides(config, seats)
     _check_sides(config, sides)
@@ -148,9 +145,7 @@ def build_population(config: PopulationConfig) -> PopulationSetup:
     return PopulationSetup(
         plan=_plan(config, population, sides.owners),
         make_worker=config.worker_factory(sides),
-        open_backend=partial(open_backend, config.backend),
-        at_once=config.backend.num_at_once,
-        as_completed=config.backend.as_completed,
+        backend=config.backend,
         notes=notes,
     )
 
@@ -202,19 +197,16 @@ def run_population(
     setup: PopulationSetup, run: Run, callback: PlanCallback, stop: Callable[[], bool] = lambda: False
 ) -> bool:
     """Runs the rest of the plan. Returns False if `stop` ended it early. Raises ValueError if a task fails."""
-    backend = setup.open_backend(setup.make_worker)
     recorder = PopulationRecorder(setup.plan, run, callback)
-    try:
-        done = run_plan(setup.plan, backend, run, callback=recorder, stop=stop, as_completed=setup.as_completed)
-    finally:
-        backend.close()
+    as_completed = setup.backend.as_completed
+    with closing(open_backend(setup.backend, setup.make_worker)) as backend:
+        done = run_plan(setup.plan, backend, run, callback=recorder, stop=stop, as_completed=as_completed)
     recorder.write()
     return done
 
 
 def _game(env: dict[str, Any]) -> tuple[tuple[Seat, ...], bool, list[str]]:
-    """Returns the seats of an env, whether its rules are available for exact results, and a note if it is not a
-    function of its seeds."""
+    """Returns an env's seats, whether it has rules, and a note if it is not a function of its seeds."""
     if env.get("at"):
         return make_env(**env).seats, False, []
     cls = load_env_class(env.get("type", ""))

@@ -9,8 +9,7 @@ from palestra.populations.build.build import PopulationConfig
 
 
 def population_config(tree: Tree) -> type[PopulationConfig]:
-    """Returns the config class of a population run: `LanguagePopulationConfig` unless its oracle trains networks or
-    computes exact responses."""
+    """Returns the config class of a population run, that of language agents unless its oracle is another."""
     oracle = tree.get("oracle")
     if isinstance(oracle, Mapping) and oracle.get("type") in ("net", "exact"):
         return PopulationConfig

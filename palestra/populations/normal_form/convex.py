@@ -62,8 +62,7 @@ def most_random_distribution(
 
 
 def constraint_violation(rows: np.ndarray, share: np.ndarray) -> float:
-    """Returns the largest violation of a row [R, N] by a distribution [N]; infinity if `share` is not a
-    distribution."""
+    """Returns a distribution's largest violation of a row [R, N]; infinity for no distribution."""
     if not np.isfinite(share).all() or (share < 0).any() or abs(share.sum() - 1) > 1e-9:
         return float("inf")
     return float((rows @ share).max(initial=0.0))

@@ -29,8 +29,7 @@ MAX_PROBABILITY_RATIO = 1e6  # ratio of probabilities up to which an entry is ce
 
 
 def linear_program(cost: np.ndarray, **constraints: Any) -> np.ndarray:
-    """Returns the x [N] that minimises cost @ x; constraints as for `scipy.optimize.linprog`. Raises ValueError if no
-    solution is found."""
+    """Returns the x [N] that minimises cost @ x, as `linprog` does. Raises ValueError for none."""
     most = MAX_ITERATIONS_PER_SIZE * (len(cost) + len(np.atleast_2d(constraints["A_ub"])))
     for method, primal, dual in HIGHS_SETTINGS:
         tight = {"primal_feasibility_tolerance": primal, "dual_feasibility_tolerance": dual, "maxiter": most}
@@ -50,8 +49,7 @@ def column_units(rows: np.ndarray) -> np.ndarray:
 
 
 def cheapest_distribution(rows: np.ndarray, cost: np.ndarray) -> np.ndarray | None:
-    """Returns the distribution [N] with the lowest cost under the constraints; None if the linear program fails
-    numerically."""
+    """Returns the distribution [N] of lowest cost under the constraints; None if none is found."""
     units = column_units(rows)
     slack = np.full(len(rows), LP_SLACK)
     sums = {"A_eq": units[None], "b_eq": [1.0]}
@@ -64,8 +62,7 @@ def cheapest_distribution(rows: np.ndarray, cost: np.ndarray) -> np.ndarray | No
 
 
 def nearest_distribution(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
-    """Returns the distribution [N] under the constraints with the smallest L1 distance to `share`. Raises ValueError if
-    there is none."""
+    """Returns the distribution [N] under the constraints nearest to `share` (L1). Raises ValueError for none."""
     count = len(share)
     eye = np.eye(len(share))
     units = column_units(rows)

@@ -30,8 +30,7 @@ def check_payoffs(payoffs: PayoffTensors) -> list[np.ndarray]:
 
 
 def joint_distribution(strategies: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
-    """Returns the joint distribution [m_0, ..., m_n-1] of independent strategies [m_i]; a joint array is returned
-    unchanged."""
+    """Returns the joint distribution [m_0, ..., m_n-1] of strategies [m_i]; one that is joint unchanged."""
     if isinstance(strategies, np.ndarray):
         return strategies
     joint = np.ones(())
@@ -52,8 +51,7 @@ def own_axis_first(payoffs: PayoffTensors) -> list[np.ndarray]:
 
 
 def member_returns(fronts: Sequence[np.ndarray], strategies: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the expected return of each member [m_i] of each player against the others' strategies; `fronts` from
-    `own_axis_first`."""
+    """Returns each member's return [m_i] against the others' strategies; `fronts` from `own_axis_first`."""
     earned = []
     for player, value in enumerate(fronts):
         for other in reversed([*strategies[:player], *strategies[player + 1 :]]):

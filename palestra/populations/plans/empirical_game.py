@@ -130,8 +130,7 @@ class EmpiricalGame:
 def play_tasks(
     population: Population, name: str, cells: Sequence[MemberProfile], *, games: int, cells_per_task: int
 ) -> list[PlayTask]:
-    """Returns tasks `name`/0, `name`/1, ... that play `games` games of each of up to
-    `cells_per_task` cells."""
+    """Returns tasks `name`/0, ... of `games` games of each of up to `cells_per_task` cells."""
     chunks = [cells[i : i + cells_per_task] for i in range(0, len(cells), cells_per_task)]
     return [
         PlayTask(
@@ -190,8 +189,7 @@ def allocate_games(
 def _variance_gains(
     table: PayoffTable, strategies: Sequence[np.ndarray] | np.ndarray
 ) -> dict[MemberProfile, tuple[float, int]]:
-    """Returns, for each cell that is not exact, squared weights times variances summed over seats, and its number of
-    games."""
+    """Returns squared weights times variances, summed over seats, and the games of each inexact cell."""
     joint = joint_distribution(strategies)
     if joint.shape != table.shape:
         raise ValueError(f"strategies over {joint.shape} members; there are {table.shape}")

@@ -1,17 +1,66 @@
-"""Base class of plans that count iterations and measure NashConv: PSRO, XDO and self-play."""
+"""Base classes of plans: of all, and of those that count iterations and measure NashConv (PSRO, XDO and self-play)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from itertools import chain
 
 from palestra.core.types import TEAM, Metrics
 from palestra.parallel.tasks import Result, Task
 from palestra.populations.population import Mix, Player, Population
-from palestra.populations.tasks import AssessResult, AssessTask
+from palestra.populations.tasks import (
+    AssessResult,
+    AssessTask,
+    PlayResult,
+    PlayTask,
+    SolveResult,
+    SolveTask,
+    TrainResult,
+    TrainTask,
+)
 
 
-class IterativePlan(ABC):
+class RecordingPlan(ABC):
+    """A plan with a method for each kind of result, which returns the tasks that the result makes possible."""
+
+    def __init__(self, population: Population) -> None:
+        self.population = population
+        self.env_steps = 0
+        self._metrics: dict[str, Metrics] = {}  # of the last result
+
+    def on_result(self, task: Task, result: Result) -> Sequence[Task]:
+        """Records a result; returns the tasks that it makes possible."""
+        self._metrics = {}
+        match task, result:
+            case TrainTask() as trained, TrainResult() as outcome:
+                return self._record_training(trained, outcome)
+            case PlayTask() as played, PlayResult() as games:
+                return self._record_games(played, games)
+            case AssessTask() as assessed, AssessResult() as distance:
+                return self._record_assessment(assessed, distance)
+            case SolveTask() as solved, SolveResult() as solution:
+                return self._record_solution(solved, solution)
+        return []
+
+    def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
+        """Returns the metrics of the result that was recorded last."""
+        return self._metrics
+
+    @abstractmethod
+    def _record_training(self, task: TrainTask, result: TrainResult) -> Sequence[Task]: ...
+
+    def _record_games(self, task: PlayTask, result: PlayResult) -> Sequence[Task]:
+        return []
+
+    def _record_assessment(self, task: AssessTask, result: AssessResult) -> Sequence[Task]:
+        return []
+
+    def _record_solution(self, task: SolveTask, result: SolveResult) -> Sequence[Task]:
+        return []
+
+
+class IterativePlan(RecordingPlan):
     """A plan of `iterations`; the mixtures after every `nash_conv_every` of them (0: never) and after
     the last are assessed.
 
@@ -20,14 +69,12 @@ class IterativePlan(ABC):
     """
 
     def __init__(self, population: Population, iterations: int, nash_conv_every: int, stop_nash_conv: float) -> None:
-        self.population = population
+        super().__init__(population)
         self.iterations = iterations
         self.nash_conv_every = nash_conv_every
         self.stop_nash_conv = stop_nash_conv
         self.nash_convs: dict[int, float] = {}
-        self.env_steps = 0
         self.is_done = False
-        self._metrics: dict[str, Metrics] = {}  # of the last result
 
     @property
     @abstractmethod
@@ -37,10 +84,6 @@ class IterativePlan(ABC):
     @abstractmethod
     def _counts(self) -> Metrics:
         """Returns the numbers of members, games and env steps."""
-
-    def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
-        """Returns the metrics of the result that was recorded last."""
-        return self._metrics
 
     def summary(self) -> dict[str, float]:
         """Returns progress: iterations done and in all, counts, and the latest NashConv."""
@@ -55,12 +98,13 @@ class IterativePlan(ABC):
         files = self.population.names_with_files(chain.from_iterable(strategies.values()))
         return [AssessTask(f"assess/{number}", iteration=number, strategies=strategies, members=files)]
 
-    def _record_assessment(self, task: AssessTask, result: AssessResult) -> None:
+    def _record_assessment(self, task: AssessTask, result: AssessResult) -> Sequence[Task]:
         number = task.iteration
         measured = result.nash_conv
         self.nash_convs[number] = measured
         self.is_done |= measured <= self.stop_nash_conv > 0
         self._metrics = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result.exploitability}}
+        return []
 
 
 def check_population(population: Population, self_play: float) -> None:

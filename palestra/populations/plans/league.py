@@ -20,9 +20,10 @@ import numpy as np
 
 from palestra.core.seeding import derive_seed
 from palestra.core.types import TEAM, Metrics
-from palestra.parallel.tasks import Result, Task
+from palestra.parallel.tasks import Task
 from palestra.populations.payoffs import MemberProfile
 from palestra.populations.plans.empirical_game import play_tasks
+from palestra.populations.plans.iterative_plan import RecordingPlan
 from palestra.populations.plans.league_rules import LeagueConfig, LeagueLearner, LeagueLogic, OpponentWeights
 from palestra.populations.plans.slices import slice_task
 from palestra.populations.population import Member, Mix, Player, Population
@@ -31,13 +32,14 @@ from palestra.populations.tasks import AssessResult, AssessTask, Opponents, Play
 __all__ = ["League", "LeagueConfig"]
 
 
-class League:
+class League(RecordingPlan):
     """Plan of a league. `population` has one player, whose members play all `seats` (default: two), or two, which are
     the sides of the game: each then has learners of every role.
 
     Its initial members are the first of the league's history and of every main agent's past. All learners start from
-    the first of them that has weights, and are reset to it. Raises ValueError if the population has more players or no
-    member.
+    the first of them that has weights, and are reset to it. Metrics are of a slice: the learner's mean and lowest win
+    rate against the opponents that decide whether it is frozen; or of an assessment: NashConv. Raises ValueError if the
+    population has more players or no member.
     """
 
     def __init__(
@@ -48,16 +50,15 @@ class League:
                 "a league needs one player, whose members play every seat, or two sides, and an initial member to play "
                 f"against; this population has players {', '.join(population.players)} and {len(population)} members"
             )
+        super().__init__(population)
         self.config = config
-        self.population = population
         self.seed = seed
         self.seats = tuple(seats) or population.players * (3 - len(population.players))
         self.initial_member = {player: self._first_with_weights(player) for player in population.players}
         self.logic = LeagueLogic(config, list(self._learners()), population)
         self.learners = self.logic.learners
         self.win_rates = self.logic.win_rates
-        self.games = self.env_steps = 0
-        self._metrics: dict[str, Metrics] = {}
+        self.games = 0
         self._counts: dict[str, Metrics] = {}  # by assessment: env steps and games when it was created
         self.opponents: dict[
             str, dict[str, list[str]]
@@ -78,31 +79,23 @@ class League:
     def initial_tasks(self) -> Sequence[Task]:
         return [self._slice(learner) for learner in self.learners.values()]
 
-    def on_result(self, task: Task, result: Result) -> Sequence[Task]:
-        """Records a result; returns the learner's next slice, and the games of a newly frozen copy."""
-        self._metrics = {}
-        match task, result:
-            case TrainTask() as trained, TrainResult() as outcome:
-                return self._record_training(trained, outcome)
-            case PlayTask(), PlayResult() as played:
-                self.games += played.num_games
-            case AssessTask() as assessed, AssessResult() as distance:
-                metrics = {"nash_conv": distance.nash_conv, "exploitability": distance.exploitability}
-                self._metrics = {TEAM: {"iteration": assessed.iteration, **self._counts[task.name], **metrics}}
-        return []
-
-    def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
-        """Returns metrics of a slice: the learner's mean and lowest win rate against the opponents that decide whether
-        it is frozen; or of an assessment: NashConv."""
-        return self._metrics
-
     def summary(self) -> Metrics:
         """Returns progress: slices done and in all, members, games, env steps."""
         done = sum(learner.slices for learner in self.learners.values())
         counts = {"members": len(self.population), "games": self.games, "env_steps": self.env_steps}
         return {"iteration": done, "iterations": self.config.slices * len(self.learners), **counts}
 
-    def _record_training(self, task: TrainTask, result: TrainResult) -> list[Task]:
+    def _record_games(self, task: PlayTask, result: PlayResult) -> Sequence[Task]:
+        self.games += result.num_games
+        return []
+
+    def _record_assessment(self, task: AssessTask, result: AssessResult) -> Sequence[Task]:
+        metrics = {"nash_conv": result.nash_conv, "exploitability": result.exploitability}
+        self._metrics = {TEAM: {"iteration": task.iteration, **self._counts[task.name], **metrics}}
+        return []
+
+    def _record_training(self, task: TrainTask, result: TrainResult) -> Sequence[Task]:
+        """Records a slice; returns the learner's next one, and the games of a newly frozen copy."""
         learner = self.learners[task.learner]
         self.env_steps += result.env_steps
         self._note(learner, task, result)

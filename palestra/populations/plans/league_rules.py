@@ -214,8 +214,7 @@ class LeagueLogic:
         return OpponentWeights(pfsp(rates, "capped"))
 
     def _current(self, learner: LeagueLearner, main: LeagueLearner, bar: float, rates: np.ndarray) -> OpponentWeights:
-        """Returns main agent `main` at its current weights if the learner's win rate against it is above `bar`, else
-        the agent's past."""
+        """Returns `main` at its current weights if the learner's win rate against it is above `bar`, else its past."""
         has_weights = main is learner or main.latest  # a main agent that has not trained yet has no current weights
         if has_weights and self.win_rates.rate(learner.name, main.name) > bar:
             return OpponentWeights(np.zeros(len(rates)), {main.name: 1.0})
@@ -276,8 +275,7 @@ class LeagueLogic:
         return self._histories[player]
 
     def judges(self, learner: LeagueLearner) -> list[str]:
-        """Returns the opponents that a learner must beat to be frozen early: the main agents for a main exploiter, else
-        the whole history."""
+        """Returns the opponents to beat before an early freeze: of a main exploiter main agents, else all history."""
         if learner.role != "main_exploiter":
             return self.met_by(learner).names
         mains = [main.name for main in self.rivals(learner, "main") if main.latest]

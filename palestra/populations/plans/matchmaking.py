@@ -40,8 +40,7 @@ class WinRates:
         return {away: _rate(*counts) for away, counts in self._counts.get(home, {}).items()}
 
     def add(self, home: str, away: str, games: int, points: float) -> None:
-        """Adds `games` games, of which `home` won `points` (a draw counts half), as if wins were spread evenly over
-        them."""
+        """Adds `games` games with `points` of `home` (a draw counts half), as if these were spread evenly."""
         if not games:
             return
         weight = self.decay**games

@@ -31,8 +31,7 @@ class MetaStrategy:
     def independent(
         cls, seats: tuple[Player, ...], names: Sequence[Sequence[str]], strategies: Sequence[np.ndarray]
     ) -> MetaStrategy:
-        """Returns the product of one distribution [m_i] for each seat. All seats of a player use the distribution of
-        its first seat."""
+        """Returns the product of the players' distributions [m_i], each that of the player's first seat."""
         shared = [strategies[seats.index(player)] for player in seats]
         return cls(seats, tuple(map(tuple, names)), joint_distribution(shared))
 
@@ -45,16 +44,14 @@ class MetaStrategy:
         return {player: self.marginal(player) for player in dict.fromkeys(self.seats)}
 
     def best_member(self, payoffs: Sequence[np.ndarray], player: Player) -> str:
-        """Returns the player's member with the highest expected return against the other players' meta-strategy; of
-        equals, the newest."""
+        """Returns the player's best member against the others' meta-strategy; of equals, the newest."""
         seat = self.seats.index(player)
         rows = np.moveaxis(payoffs[seat], seat, 0).reshape(len(self.names[seat]), -1)
         earned = rows @ self.joint.sum(axis=seat).ravel()
         return self.names[seat][int(np.flatnonzero(earned >= earned.max() - 1e-12)[-1])]
 
     def pad_to(self, names: Sequence[Sequence[str]]) -> MetaStrategy:
-        """Returns the same meta-strategy over longer lists of members. The added members, which come last, have
-        probability 0."""
+        """Returns the same meta-strategy over longer lists of members, whose last ones have probability 0."""
         more = [(0, len(wide) - len(narrow)) for wide, narrow in zip(names, self.names, strict=True)]
         return MetaStrategy(self.seats, tuple(map(tuple, names)), np.pad(self.joint, more), self.is_correlated)
 

@@ -18,7 +18,8 @@ from pydantic import Field, model_validator
 from palestra.core.config import StrictModel
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics
-from palestra.parallel.tasks import Result, Task
+from palestra.parallel.tasks import Task
+from palestra.populations.plans.iterative_plan import RecordingPlan
 from palestra.populations.plans.matchmaking import WinRates
 from palestra.populations.plans.slices import SliceConfig, slice_task
 from palestra.populations.population import Member, Mix, Player, Population
@@ -99,10 +100,11 @@ class PBTLearner:
     has_trained: bool = False
 
 
-class PBT:
+class PBT(RecordingPlan):
     """Plan of population-based training. `population` has one player, whose members play all seats, or several, which
     are the sides of the game: each then has learners of its own, which meet those of the others and copy one another.
-    At the end it also holds each learner's last member.
+    At the end it also holds each learner's last member. Metrics are of a slice: the learner's return, its rating before
+    selection, and the settings that it was trained with.
 
     Raises ValueError if the population has no member, or if `self_play` is set for several players.
     """
@@ -115,13 +117,11 @@ class PBT:
                 f"self_play: {config.self_play:g} has no effect between sides, whose learners meet those of the other "
                 "sides: leave it out"
             )
+        super().__init__(population)
         self.config = config
-        self.population = population
         self.seed = seed
         self.win_rates = WinRates(config.win_rate_decay)
         self.learners = {learner.name: learner for learner in self._new_learners()}
-        self.env_steps = 0
-        self._slice_rating = 0.0  # of the last slice's learner, before selection
         self.opponents: dict[str, dict[str, str]] = {}  # by task: from opponent member to the learner that made it
 
     def _new_learners(self) -> Iterator[PBTLearner]:
@@ -135,9 +135,8 @@ class PBT:
     def initial_tasks(self) -> Sequence[Task]:
         return [self._slice(learner) for learner in self.learners.values()]
 
-    def on_result(self, task: Task, result: Result) -> Sequence[Task]:
+    def _record_training(self, task: TrainTask, result: TrainResult) -> Sequence[Task]:
         """Records a slice's result, applies selection if it is due, and returns the learner's next slice."""
-        assert isinstance(task, TrainTask) and isinstance(result, TrainResult)
         learner = self.learners[task.learner]
         self.env_steps += result.env_steps
         for member, name in self.opponents.pop(task.name).items():
@@ -148,21 +147,14 @@ class PBT:
         learner.has_trained = True
         if result.mean_return is not None:  # no game may have ended
             learner.score = result.mean_return
-        self._slice_rating = self.rating(learner)
+        metrics = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result.return_metric}
+        self._metrics = {learner.name: {**metrics, "rating": self.rating(learner), **task.settings}}
         if learner.slices == self.config.slices:
             self._keep(learner)
             return []
         if learner.slices % self.config.select_every == 0:
             self._evolve(learner)
         return [self._slice(learner)]
-
-    def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
-        """Returns metrics of a slice: the learner's return, its rating before selection, and the settings that it was
-        trained with."""
-        assert isinstance(task, TrainTask) and isinstance(result, TrainResult)
-        learner = self.learners[task.learner]
-        metrics = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result.return_metric}
-        return {learner.name: {**metrics, "rating": self._slice_rating, **task.settings}}
 
     def summary(self) -> Metrics:
         """Returns progress: slices done and in all, members, env steps."""
@@ -226,8 +218,7 @@ class PBT:
         return float(np.mean(rates))
 
     def _evolve(self, learner: PBTLearner) -> None:
-        """Applies truncation selection once all learners of the side have trained: if `learner` is among the worst, it
-        may copy one of the best."""
+        """Lets `learner`, if it is among the worst of its side, copy one of the best, once all have trained."""
         side = [other for other in self.learners.values() if other.player == learner.player]
         ranked = sorted(side, key=self.rating)  # stable: equals remain in the learners' order
         ends = min(math.ceil(self.config.truncation * len(ranked)), len(ranked) // 2)

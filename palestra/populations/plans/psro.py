@@ -34,7 +34,7 @@ from palestra.populations.plans.psro_responses import (
     warn_full,
 )
 from palestra.populations.population import Player, Population
-from palestra.populations.tasks import AssessResult, AssessTask, Opponents, PlayResult, PlayTask, TrainResult, TrainTask
+from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainResult, TrainTask
 
 
 class PSRO(IterativePlan):
@@ -69,15 +69,7 @@ class PSRO(IterativePlan):
 
     def on_result(self, task: Task, result: Result) -> list[Task]:
         """Records a result; returns the games, assessments and slices that it makes possible."""
-        self._metrics = {}
-        new: list[Task] = []
-        match task, result:
-            case AssessTask() as assessed, AssessResult() as distance:
-                self._record_assessment(assessed, distance)
-            case PlayTask() as played, PlayResult() as games:
-                self.game.record_result(played, games)
-            case TrainTask() as trained, TrainResult() as outcome if not self.is_done:
-                new += self._record_training(trained, outcome)
+        new = [*super().on_result(task, result)]
         if not self.is_done and self._iteration_is_complete():
             new += self._end_iteration()
         return [*new, *self._slices()]
@@ -91,7 +83,13 @@ class PSRO(IterativePlan):
 
     # ---- results
 
-    def _record_training(self, task: TrainTask, result: TrainResult) -> list[PlayTask]:
+    def _record_games(self, task: PlayTask, result: PlayResult) -> Sequence[Task]:
+        self.game.record_result(task, result)
+        return []
+
+    def _record_training(self, task: TrainTask, result: TrainResult) -> Sequence[Task]:
+        if self.is_done:
+            return []
         response = self.in_training.pop(task.name)
         response.latest = task.output_member
         response.slices += 1
@@ -287,8 +285,7 @@ class PSRO(IterativePlan):
         return task
 
     def _opponents(self, response: Response, meta: MetaStrategy) -> Opponents:
-        """Returns the opponents of a response by member name; policies in training are named by their newest
-        snapshots."""
+        """Returns a response's opponents; policies in training by the names of their newest snapshots."""
         if self.config.rectified and response.recommended:
             payoffs = self.game.payoff_tensors(meta.names)
             return beaten_opponents(meta, payoffs, response.player, response.recommended)

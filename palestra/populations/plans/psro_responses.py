@@ -51,8 +51,7 @@ class Response:
 
 
 def most_recommended(members: Sequence[str | None], meta: MetaStrategy, player: Player, count: int) -> list[str | None]:
-    """Returns the `count` members that `meta` recommends most often (of equals, the oldest), in the order of
-    `members`."""
+    """Returns the `count` members that `meta` recommends most often (of equals, the oldest), in order."""
     if len(members) <= count:
         return list(members)
     mix = meta.marginal(player)

@@ -26,7 +26,7 @@ from palestra.populations.plans.meta_strategy import MetaStrategy, drop_negligib
 from palestra.populations.plans.slices import SliceConfig, slice_task
 from palestra.populations.plans.solvers import MetaSolverConfig, Nash
 from palestra.populations.population import Member, Mix, Player, Population
-from palestra.populations.tasks import AssessResult, AssessTask, Opponents, PlayResult, PlayTask, TrainResult, TrainTask
+from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainResult, TrainTask
 
 
 class SelfPlayConfig(SliceConfig):
@@ -106,16 +106,7 @@ class SelfPlay(IterativePlan):
 
     def on_result(self, task: Task, result: Result) -> list[Task]:
         """Records a result; returns the games, assessments and slices that it makes possible."""
-        self._metrics = {}
-        new: list[Task] = []
-        match task, result:
-            case TrainTask() as trained, TrainResult() as outcome:
-                new += self._record_training(trained, outcome)
-            case PlayTask() as played, PlayResult() as games:
-                self.game.record_result(played, games)
-            case AssessTask() as assessed, AssessResult() as distance:
-                self._record_assessment(assessed, distance)
-        return [*new, *self._slices()]
+        return [*super().on_result(task, result), *self._slices()]
 
     def _counts(self) -> Metrics:
         return {"members": len(self.population), "games": self.game.num_games, "env_steps": self.env_steps}
@@ -126,6 +117,10 @@ class SelfPlay(IterativePlan):
         return min(self.slices_done.values())
 
     # ---- results
+
+    def _record_games(self, task: PlayTask, result: PlayResult) -> Sequence[Task]:
+        self.game.record_result(task, result)
+        return []
 
     def _record_training(self, task: TrainTask, result: TrainResult) -> Sequence[Task]:
         player = task.player

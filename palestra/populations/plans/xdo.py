@@ -17,18 +17,10 @@ from pydantic import Field
 
 from palestra.core.config import StrictModel
 from palestra.core.types import TEAM, Metrics
-from palestra.parallel.tasks import Result, Task
+from palestra.parallel.tasks import Task
 from palestra.populations.plans.iterative_plan import IterativePlan
 from palestra.populations.population import Member, Player, Population
-from palestra.populations.tasks import (
-    AssessResult,
-    AssessTask,
-    Opponents,
-    SolveResult,
-    SolveTask,
-    TrainResult,
-    TrainTask,
-)
+from palestra.populations.tasks import Opponents, SolveResult, SolveTask, TrainResult, TrainTask
 
 
 class XDOConfig(StrictModel):
@@ -73,18 +65,6 @@ class XDO(IterativePlan):
     def initial_tasks(self) -> Sequence[Task]:
         return self._responses()
 
-    def on_result(self, task: Task, result: Result) -> Sequence[Task]:
-        """Records a result; returns the next responses, the solve task or the assessment."""
-        self._metrics = {}
-        match task, result:
-            case AssessTask() as assessed, AssessResult() as distance:
-                self._record_assessment(assessed, distance)
-            case TrainTask() as trained, TrainResult() as outcome if not self.is_done:
-                return self._record_training(trained, outcome)
-            case SolveTask() as solved, SolveResult() as solution if not self.is_done:
-                return self._record_solution(solved, solution)
-        return []  # also for tasks that were running when NashConv fell to `stop_nash_conv`
-
     @property
     def iteration(self) -> int:
         return self.num_solutions
@@ -94,7 +74,9 @@ class XDO(IterativePlan):
 
     # ---- results
 
-    def _record_training(self, task: TrainTask, result: TrainResult) -> list[SolveTask]:
+    def _record_training(self, task: TrainTask, result: TrainResult) -> Sequence[Task]:
+        if self.is_done:  # the task was running when NashConv fell to `stop_nash_conv`
+            return []
         player = task.player
         number = self.iteration + 1
         self.responses[player].append(task.output_member)
@@ -105,7 +87,9 @@ class XDO(IterativePlan):
         self._metrics = {player: {"iteration": number, "env_steps": self.env_steps, "return": result.return_metric}}
         return [self._solve(number)] if all(len(names) == number for names in self.responses.values()) else []
 
-    def _record_solution(self, task: SolveTask, result: SolveResult) -> list[Task]:
+    def _record_solution(self, task: SolveTask, result: SolveResult) -> Sequence[Task]:
+        if self.is_done:
+            return []
         self.num_solutions += 1
         self.solution = task.output_member
         self.num_allowed = result.num_allowed_actions

@@ -41,8 +41,7 @@ def best_response_to_joint(
 def best_response_to_reach(
     tree: GameTree, policy: np.ndarray, end_probs: np.ndarray, player: int, action_mask: np.ndarray | None = None
 ) -> tuple[np.ndarray, float]:
-    """Returns what `best_response` returns, from the probability `end_probs` [T] that the others and chance give each
-    end."""
+    """Returns what `best_response` does, from the others' and chance's probability [T] of each end."""
     best, value = best_actions(
         tree, sequence_values(tree, end_probs, player), player, tree.action_mask if action_mask is None else action_mask
     )
@@ -70,8 +69,7 @@ def best_actions(
 
 
 def best_response_values(tree: GameTree, policy: np.ndarray, *, action_mask: np.ndarray | None = None) -> np.ndarray:
-    """Returns the expected return of each player, float64 [n], of a best response to the others' rows of `policy` [I,
-    A]."""
+    """Returns each player's return float64 [n] of a best response to the others' rows of `policy` [I, A]."""
     plans = realization_plan(tree, policy)
     allowed = tree.action_mask if action_mask is None else action_mask
     return np.array(

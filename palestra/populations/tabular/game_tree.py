@@ -110,8 +110,7 @@ def uniform_policy(tree: GameTree) -> np.ndarray:
 
 
 def realization_plan(tree: GameTree, policy: np.ndarray) -> np.ndarray:
-    """Returns the realisation plan float64 [S]: the product of the player's own action probabilities along each
-    sequence (von Stengel, 1996)."""
+    """Returns the realisation plan [S]: a player's own action probabilities multiplied (von Stengel, 1996)."""
     plan = np.empty(tree.num_sequences)
     for player in range(tree.num_players):
         write_realization_plan(plan, tree, policy, player)
@@ -127,8 +126,7 @@ def write_realization_plan(plan_out: np.ndarray, tree: GameTree, policy: np.ndar
 
 
 def end_probabilities(tree: GameTree, plan: np.ndarray, exclude_player: int | None = None) -> np.ndarray:
-    """Returns the probability of each end, float64 [T]; without the contribution of player `exclude_player` if
-    given."""
+    """Returns the probability of each end, float64 [T]; without that of `exclude_player` if given."""
     likely = tree.chance_probs
     for player in range(tree.num_players):
         if player != exclude_player:

@@ -7,6 +7,8 @@ Shapes: `I` information states, `U` distinct observations, `A` actions.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 
 from palestra.envs.text.board_games import TextGame
@@ -73,37 +75,24 @@ class LMActionReader:
     def _legal_table(self, policy: Policy) -> np.ndarray:
         """Returns the probability [U, A] that an answer selects a legal action."""
         if isinstance(policy, RandomPolicy):
-            return self._random_table(policy)
+            rows = (policy.weights(query, len(query.legal_actions or [])) for query in self.queries)
+            weights_UA = self._fill(rows)
+            return weights_UA / weights_UA.sum(1, keepdims=True)
         if not isinstance(policy, LanguagePolicy):
             raise ValueError(f"policy {policy.name} is no language model, so its action probabilities cannot be listed")
-        is_greedy = policy.sampling.temperature == 0
-        return self._greedy_table(policy) if is_greedy else self._sampled_table(policy)
-
-    def _random_table(self, policy: RandomPolicy) -> np.ndarray:
-        weights_UA = np.zeros((len(self.queries), self.tree.action_mask.shape[1]))
-        for row, query, legal in zip(weights_UA, self.queries, self._legal, strict=True):
-            row[legal] = policy.weights(query, len(legal))
-        return weights_UA / weights_UA.sum(1, keepdims=True)
-
-    def _greedy_table(self, policy: LanguagePolicy) -> np.ndarray:
-        """Returns 1 [U, A] for the action that the policy's one answer selects, if it selects one."""
-        chosen_UA = np.zeros((len(self.queries), self.tree.action_mask.shape[1]))
-        answers = greedy_answers(policy, self.queries)
-        for row, answer, legal in zip(chosen_UA, answers, self._legal, strict=True):
-            action = self.env.action_of(answer, legal)
-            if action is not None:
-                row[action] = 1.0
-        return chosen_UA
-
-    def _sampled_table(self, policy: LanguagePolicy) -> np.ndarray:
-        """Returns the probability [U, A] of the word of each legal action."""
+        if policy.sampling.temperature == 0:
+            chosen = map(self.env.action_of, greedy_answers(policy, self.queries), self._legal)  # None: no legal action
+            return self._fill(np.array(legal) == action for legal, action in zip(self._legal, chosen, strict=True))
         if self.env.rendering == "full":
             raise ValueError(
                 "with rendering: full many answers mean one action, so their probabilities cannot "
                 "be summed: evaluate at temperature 0, or use rendering: compact"
             )
-        likely_UA = np.zeros((len(self.queries), self.tree.action_mask.shape[1]))
-        found = word_probabilities(policy, self.queries, self.words)
-        for row, probabilities, legal in zip(likely_UA, found, self._legal, strict=True):
-            row[legal] = probabilities[: len(legal)]
-        return likely_UA
+        return self._fill(word_probabilities(policy, self.queries, self.words))
+
+    def _fill(self, rows: Iterable[Sequence[float] | np.ndarray]) -> np.ndarray:
+        """Returns the numbers of the legal actions of each observation as a table [U, A] with zeros elsewhere."""
+        table_UA = np.zeros((len(self.queries), self.tree.action_mask.shape[1]))
+        for row, legal, numbers in zip(table_UA, self._legal, rows, strict=True):
+            row[legal] = numbers[: len(legal)]
+        return table_UA

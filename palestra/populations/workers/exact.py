@@ -123,8 +123,7 @@ class ExactSolver:
         return self.mixture_policy({player: {name: 1.0} for player, name in members.items()}, policy_of)
 
     def mixture_policy(self, strategies: Mapping[Player, Mix], policy_of: PolicyLookup) -> np.ndarray:
-        """Returns the behaviour policy [I, A] of mixtures that are drawn once per game; uniform at seats without a
-        mixture."""
+        """Returns the behaviour policy [I, A] of mixtures drawn once per game; uniform at seats without one."""
         names = list(dict.fromkeys(chain.from_iterable(strategies.values())))
         weights = np.zeros((self.tree.num_players, len(names)))
         for player, mix in strategies.items():
@@ -187,8 +186,7 @@ class ExactSolver:
         return policy
 
     def assess(self, task: AssessTask, policy_of: PolicyLookup) -> AssessResult:
-        """Returns NashConv (Lanctot et al., 2017) of the behaviour that mixtures induce, exploitability (NashConv / n)
-        and values by seat."""
+        """Returns NashConv (Lanctot et al., 2017) of mixtures, exploitability (NashConv / n), and values by seat."""
         policy = self.mixture_policy(task.strategies, policy_of)
         gap = nash_conv(self.tree, policy)
         values = tuple(expected_returns(self.tree, policy).tolist())

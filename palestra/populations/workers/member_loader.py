@@ -83,8 +83,7 @@ class MemberLoader:
         self._seen_by: dict[tuple[int, ...], tuple[InfoStateIndex, np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def member(self, name: str, members: Mapping[str, Path], seats: Sequence[int]) -> FrozenMember:
-        """Returns a member as it plays in vectorised games at any of `seats`, which must have equal observations and
-        actions."""
+        """Returns a member as it plays at any of `seats`, which have equal observations and actions."""
         key = (name, tuple(seats))
         return _get_or_make(self._members, key, lambda: self._read(name, members, key[1]))
 
@@ -107,8 +106,7 @@ class MemberLoader:
         return self._table(policy, seats) or net
 
     def _table(self, policy: np.ndarray, seats: tuple[int, ...]) -> TableMember | None:
-        """Returns a policy [I, A] as a table over the observations of `seats`; None if it differs between information
-        states with equal observations."""
+        """Returns a policy [I, A] as a table over observations; None if it differs where these are equal."""
         observations, states, first, same = self._observation_index(seats)
         rows = policy[states]
         return TableMember(observations, rows[first]) if np.allclose(rows[first][same], rows) else None

@@ -261,7 +261,7 @@ class NetWorker:
         config = apply_settings(self.config, task.settings)
         learner = self._learner(config, name, self.sides.seats[self.sides.owners.index(task.player)])
         if task.start:
-            NetLearner.load_arrays(learner, read_arrays(members[task.start] / TRAINING_FILE))
+            learner.load_networks(read_arrays(members[task.start] / TRAINING_FILE))
         mixture, stats = self._mixture(task, members, learner)
         horizon = config.algorithm.rollout_length
         games = self.training_rollout.env.num_envs
@@ -285,7 +285,7 @@ class NetWorker:
             if step >= int(RESULT_START * sweeps):
                 stats.add(batch, mixture.played_members(batch)[1], metrics)
         learner.member_writers()[name](out)
-        write_arrays(out / TRAINING_FILE, NetLearner.state_arrays(learner))  # without running games and replay buffer
+        write_arrays(out / TRAINING_FILE, learner.network_arrays())  # without running games and replay buffer
         return stats.result(sweeps * horizon * games)
 
     def _learner(self, config: NetOracle, name: str, side: Sequence[int]) -> NetLearner:
@@ -344,8 +344,7 @@ class NetWorker:
 
 
 def apply_settings(config: NetOracle, settings: Mapping[str, Any]) -> NetOracle:
-    """Returns the oracle with some settings of the algorithm, or else of the policy, replaced. Raises ValueError for an
-    unknown name."""
+    """Returns the oracle with other settings of its algorithm, or policy. Raises ValueError for a name of none."""
     algorithm = config.algorithm.model_dump()
     policy = config.policy.model_dump()
     for name, value in settings.items():

@@ -15,7 +15,7 @@ numbers of an encoded action, `J` numbers of the encoded actions of all seats th
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
@@ -28,13 +28,13 @@ from torch import Tensor
 from palestra.core.losses import TensorMetrics
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, RolloutBatch
-from palestra.envs.vector_base import Arrays, MultiDiscrete, Space
+from palestra.envs.vector_base import MultiDiscrete, Space
 from palestra.vector.algorithms.critics import CriticEnsemble, PolyakPairs, frozen_copy
 from palestra.vector.algorithms.minibatches import minibatch_seed
 from palestra.vector.algorithms.presets import algorithm_name
-from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, metrics_by_policy
+from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec
 from palestra.vector.learners.optimizers import StackedOptimizer
-from palestra.vector.learners.policy_stack import PolicyStack, strip_prefix
+from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.losses import critic_loss
 from palestra.vector.nets.continuous_heads import ActionEncoder
 from palestra.vector.nets.heads import ActionHead
@@ -82,6 +82,7 @@ class ActionValueLearner(NetLearner):
     these algorithms do not support (see `check_supported`)."""
 
     num_critics = 2
+    saved_counts = {"steps": "steps"}
     team_metrics: tuple[str, ...] = ()  # metrics of a step that are means over joint steps, not over decisions
 
     def __init__(self, config: ActionValueConfig, spec: NetLearnerSpec) -> None:
@@ -97,6 +98,7 @@ class ActionValueLearner(NetLearner):
         self.register("target", [one.target for one in self.critics])
         self.polyak_pairs: PolyakPairs = [(one.net, one.target) for one in self.critics]
         self.replay = self.build_replay()
+        self.saved_parts["replay"] = self.replay
         self.steps = 0
         self.build_extras()
 
@@ -153,7 +155,7 @@ class ActionValueLearner(NetLearner):
         seeds = [derive_seed(self.seeds[name], "critic", k) for k, name in members]
         layout = seat_mapping.layout if branches and self.config.critic == "own" else None
         net = Net(observation, outputs, stack.config, make_generators(seeds), layout=layout).to(self.device)
-        config = stack.config.model_copy(update={"lr": self.config.critic_lr or stack.config.lr})
+        config = stack.config.with_lr(self.config.critic_lr)
         return CriticEnsemble(
             net,
             frozen_copy(net),
@@ -187,10 +189,7 @@ class ActionValueLearner(NetLearner):
                     weights |= dict.fromkeys(self.team_metrics, known.any(1).sum().expand_as(count))
                     weights |= {"grad_norm": torch.ones_like(count)}
                     own.append((line, weights))
-        metrics: dict[str, Metrics] = {}
-        for stack, own in zip(self.stacks, lines, strict=True):
-            metrics |= metrics_by_policy(stack.seat_mapping.names, [mean_tensors(own)])
-        return metrics
+        return self.policy_metrics([[mean_tensors(own)] for own in lines])
 
     def update_batch(self, stack: PolicyStack, transitions: TransitionBatch, joint: Tensor) -> UpdateBatch:
         """Returns the update batch of a stack; `joint` [M, J] are the encoded actions."""
@@ -236,17 +235,6 @@ class ActionValueLearner(NetLearner):
         shape = others.shape[:3]
         seen = torch.cat([whole.expand(*shape, -1), ids.expand(*shape, N), others], -1)
         return seen.flatten(1, 2)
-
-    # ---- state
-
-    def state_arrays(self) -> Arrays:
-        replay = {f"replay/{name}": array for name, array in self.replay.arrays().items()}
-        return super().state_arrays() | replay | {"steps": np.array([self.steps])}
-
-    def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
-        super().load_arrays(arrays)
-        self.replay.load(strip_prefix(arrays, "replay"))
-        self.steps = int(arrays["steps"][0])
 
 
 def check_supported(config: ActionValueConfig, spec: NetLearnerSpec, value_per_action: Callable[[Space], bool]) -> None:

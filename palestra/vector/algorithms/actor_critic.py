@@ -12,7 +12,7 @@ games.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from palestra.core.losses import LossInputs, TensorMetrics, check_loss
 from palestra.core.types import Metrics, RolloutBatch
-from palestra.envs.vector_base import Arrays
 from palestra.vector.algorithms.critics import CriticRows, ValueCritic
 from palestra.vector.algorithms.minibatches import (
     MiniBatch,
@@ -32,12 +31,12 @@ from palestra.vector.algorithms.minibatches import (
     check_targets,
     iterate_minibatches,
     normalise_weights,
-    rows_by_member,
     standardise,
+    sum_losses,
 )
 from palestra.vector.learners.nets import WEIGHT_KEY, AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.vector.learners.optimizers import StackedOptimizer
-from palestra.vector.learners.policy_stack import PolicyStack, strip_prefix
+from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.losses import value_loss
 from palestra.vector.nets.advantages import AdvantageInputs, gae, vtrace
 from palestra.vector.nets.heads import ActionHead
@@ -49,8 +48,7 @@ from palestra.vector.nets.seat_mapping import SeatMapping
 
 
 class ActorCriticConfig(AlgorithmConfig):
-    """Base config of on-policy actor-critic algorithms: collect a rollout of `rollout_length`
-    steps, then train on it."""
+    """Base config of on-policy actor-critic algorithms: collect a rollout, then train on it."""
 
     rollout_length: int = Field(128, ge=1)
     gamma: float = Field(0.99, ge=0, le=1)
@@ -109,18 +107,12 @@ class ActorCriticConfig(AlgorithmConfig):
     ) -> tuple[Tensor, list[dict[str, Any]]]:
         """Returns the policy loss minus `bonus` times the entropy, summed over members (a scalar), and the metrics of
         each, from outputs [P, T, M, O] and the normalised weights [P, T, M] of rows."""
-        score = head.evaluate_actions(out, rows.actions, rows.action_mask)
-        inputs = map(rows_by_member, (*score, rows.logp, rows.advantage, weight))
-        total = out.new_zeros(())
-        lines = []
-        for logp, entropy, old_logp, advantage, own in zip(*inputs, strict=True):
-            returned = self.loss(LossInputs(logp, entropy, old_logp, None, advantage, own))
-            loss, metrics = check_loss(returned, f"{type(self).__name__}.loss", has_gradient=logp.requires_grad)
-            total = total + loss
-            if bonus:
-                total = total - bonus * (own * entropy).sum()
-            lines.append({"policy_loss": loss.detach(), **metrics})
-        return total, lines
+
+        def checked_loss(own: LossInputs) -> tuple[Tensor, TensorMetrics]:
+            label = f"{type(self).__name__}.loss"
+            return check_loss(self.loss(own), label, has_gradient=own.logp_M.requires_grad)
+
+        return sum_losses(checked_loss, head, out, rows, weight, bonus)
 
     @property
     def combines(self) -> Literal["nothing", "seats", "networks"]:
@@ -140,6 +132,7 @@ class ActorCriticLearner(NetLearner):
         super().__init__(spec)
         self.critics = [self._critic(seat_mapping) for seat_mapping in self._critic_seat_mappings(spec.seats)]
         self.register_critics()
+        self.saved_parts |= {f"critic_memory.{i}": critic for i, critic in enumerate(self.critics)}
         self.extra_modules |= {f"value_norm.{i}": critic.norm for i, critic in enumerate(self.critics) if critic.norm}
 
     trains_teams = True
@@ -255,21 +248,17 @@ class ActorCriticLearner(NetLearner):
 
     @torch.no_grad()
     def _values(self, batch: RolloutTensors) -> tuple[Tensor, Tensor]:
-        """Returns the critics' values at every step [T+1, B, N], and the bootstrap value where a game ended [T, B, N],
-        which is 0 for seats that terminated, even if the game was truncated for the others."""
+        """Returns the critics' values at every step [T+1, B, N], and those where a game ended [T, B, N]."""
         values = torch.zeros(batch.agent_mask.shape, device=self.device)
-        bootstrap = torch.zeros_like(batch.rewards)
-        times, games = batch.end_index
-        cut = ~batch.seats_terminated[times, games]  # [F, N]
+        ends = values.new_zeros(len(batch.final_obs), values.shape[2])  # [F, N]
         for critic in self.critics:
             seats = critic.seat_mapping.seat_index(self.device)
-            values[..., seats], ends = critic.evaluate(
+            values[..., seats], ends[:, seats] = critic.evaluate(
                 self._critic_observations(critic, batch),
                 self._critic_input(critic, batch.final_obs, batch.final_state, 1),
                 batch,
             )
-            bootstrap[times[:, None], games[:, None], seats] = torch.where(cut[:, seats], ends, 0.0)
-        return values, bootstrap
+        return values, batch.spread_ends(ends)
 
     def _train_critic(
         self, critic: ValueCritic, batch: RolloutTensors, targets: Tensor, known: Tensor, progress: float
@@ -393,23 +382,6 @@ class ActorCriticLearner(NetLearner):
             generator=self.shuffle,
             team_size=team_size,
         )
-
-    # ---- state
-
-    def state_arrays(self) -> Arrays:
-        found = super().state_arrays()
-        for i, critic in enumerate(self.critics):
-            states = critic.recurrent_states.items()
-            found |= {f"critic_memory.{i}/{source}": memory.cpu().numpy() for source, memory in states}
-        return found
-
-    def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
-        super().load_arrays(arrays)
-        for i, critic in enumerate(self.critics):
-            kept = strip_prefix(arrays, f"critic_memory.{i}")
-            critic.recurrent_states = {
-                int(source): torch.from_numpy(np.array(memory)).to(self.device) for source, memory in kept.items()
-            }
 
 
 def _between(start: float, end: float | None, progress: float) -> float:

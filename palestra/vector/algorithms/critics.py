@@ -7,14 +7,16 @@ Shapes: `K` critics, `P` members of a stack, `R` rows, `A` numbers of an encoded
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from palestra.envs.vector_base import Arrays
 from palestra.parallel.process_group import SumOverProcesses
 from palestra.vector.algorithms.minibatches import MiniBatch, normalise_weights
 from palestra.vector.learners.nets import WEIGHT_KEY, mean_metrics
@@ -22,7 +24,7 @@ from palestra.vector.learners.optimizers import StackedOptimizer
 from palestra.vector.losses import value_loss
 from palestra.vector.nets.layers import Net, Team, acting_team, states_at
 from palestra.vector.nets.normalise import RunningNorm, normalise, rescale_outputs
-from palestra.vector.nets.on_device import RolloutTensors
+from palestra.vector.nets.on_device import RolloutTensors, as_tensor
 from palestra.vector.nets.seat_mapping import SeatMapping
 
 M = TypeVar("M", bound=nn.Module)
@@ -116,6 +118,15 @@ class ValueCritic:
             self.recurrent_states[rows.worker] = memories[:, -1]
         lines = [{"loss": loss, WEIGHT_KEY: count} for loss, count in zip(losses, counts, strict=True)]
         return mean_metrics(lines)["loss"] / len(self.seat_mapping.names)
+
+    def arrays(self) -> Arrays:
+        """Returns the recurrent states."""
+        return {str(source): state.cpu().numpy() for source, state in self.recurrent_states.items()}
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Restores what `arrays` returned."""
+        device = self.net.head.weight.device
+        self.recurrent_states = {int(source): as_tensor(state.copy(), device) for source, state in arrays.items()}
 
     @torch.no_grad()
     def _unroll(self, rows: CriticRows, recurrent_state: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from palestra.core.losses import LossInputs, TensorMetrics
 from palestra.core.seeding import derive_seed
 from palestra.parallel.process_group import ProcessGroup
 from palestra.vector.learners.optimizers import NonFiniteGradient
 from palestra.vector.learners.policy_stack import PolicyStack
+from palestra.vector.nets.heads import ActionHead
 from palestra.vector.nets.layers import Team, acting_team
 from palestra.vector.nets.on_device import RolloutTensors
 
@@ -69,8 +71,7 @@ class PolicyRows(NamedTuple):
 
     @classmethod
     def of(cls, stack: PolicyStack, batch: RolloutTensors, advantage: Tensor, weight: Tensor) -> PolicyRows:
-        """Returns the rows of a rollout that the policies of a stack learn from, with advantages
-        and weights [P, T, C]."""
+        """Returns the rows of a rollout for a stack, with advantages and weights [P, T, C]."""
         is_first = None
         acts = None
         if stack.net.recurrent_units:
@@ -85,7 +86,7 @@ class PolicyRows(NamedTuple):
             stack.action_masks(batch),
             advantage,
             weight,
-            batch.recurrent_state.get("+".join(stack.seat_mapping.names)),
+            batch.recurrent_state.get(stack.seat_mapping.label),
             acts,
         )
 
@@ -107,7 +108,30 @@ def check_targets(stacks: Sequence[PolicyStack], targets: Tensor, known: Tensor)
             raise NonFiniteGradient(name)
 
 
-def rows_by_member(x: Tensor) -> Sequence[Tensor]:
+def sum_losses(
+    loss: Callable[[LossInputs], tuple[Tensor, TensorMetrics]],
+    head: ActionHead,
+    out: Tensor,
+    rows: PolicyRows,
+    weight: Tensor,
+    bonus: float,
+) -> tuple[Tensor, list[dict[str, Any]]]:
+    """Returns the policy loss minus `bonus` times the entropy, summed over members (a scalar), and the metrics of each,
+    from outputs [P, T, M, O] and the normalised weights [P, T, M] of rows."""
+    score = head.evaluate_actions(out, rows.actions, rows.action_mask)
+    inputs = map(_rows_by_member, (*score, rows.logp, rows.advantage, weight))
+    total = out.new_zeros(())
+    lines = []
+    for logp, entropy, old_logp, advantage, own in zip(*inputs, strict=True):
+        policy_loss, metrics = loss(LossInputs(logp, entropy, old_logp, None, advantage, own))
+        total = total + policy_loss
+        if bonus:
+            total = total - bonus * (own * entropy).sum()
+        lines.append({"policy_loss": policy_loss.detach(), **metrics})
+    return total, lines
+
+
+def _rows_by_member(x: Tensor) -> Sequence[Tensor]:
     """Returns the rows [T*M] of each member of [P, T, M]; of a single one as a view, whose gradient needs no copy."""
     return (x.flatten(),) if len(x) == 1 else x.flatten(1).unbind()
 

@@ -70,9 +70,7 @@ class Reservoir:
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Restores what `arrays` returned."""
         self.seen = int(arrays["seen"][0])
-        self.columns = {
-            name.removeprefix("rows/"): column.copy() for name, column in arrays.items() if name.startswith("rows/")
-        }
+        self.columns = {name: column.copy() for name, column in strip_prefix(arrays, "rows").items()}
 
 
 BEST_RESPONSE_LOGP = 1.0  # marks best-response actions in `logp`: no log-probability is above 0
@@ -150,12 +148,13 @@ class NFSPLearner(DQNLearner):
         self.averages = [self._average(stack) for stack in self.stacks]
         self.register("average", [stack.net for stack in self.averages], [stack.optimizer for stack in self.averages])
         self.reservoirs = {name: Reservoir(self.config.reservoir_size) for name in self.names}
+        self.saved_parts |= {f"reservoir.{name}": reservoir for name, reservoir in self.reservoirs.items()}
 
     def _average(self, stack: PolicyStack) -> PolicyStack:
         """Returns a stack of the same shape for the average strategies."""
         seat_mapping = stack.seat_mapping
         head = make_head(seat_mapping.action_space).to(self.device)
-        config = stack.config.model_copy(update={"lr": self.config.average_lr})
+        config = stack.config.with_lr(self.config.average_lr)
         seeds = [derive_seed(self.seeds[name], "average") for name in seat_mapping.names]
         net = self.build_net(seat_mapping, head, config, seeds).to(self.device)
         optimizer = StackedOptimizer(net, seat_mapping.names, config, self.process_group)
@@ -227,14 +226,9 @@ class NFSPLearner(DQNLearner):
         return policy_writers(self.averages)
 
     def state_arrays(self) -> Arrays:
-        found = super().state_arrays() | {"average_versions": np.array([stack.version for stack in self.averages])}
-        for name, reservoir in self.reservoirs.items():
-            found |= {f"reservoir.{name}/{key}": array for key, array in reservoir.arrays().items()}
-        return found
+        return super().state_arrays() | {"average_versions": np.array([stack.version for stack in self.averages])}
 
     def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         super().load_arrays(arrays)
         for stack, version in zip(self.averages, arrays["average_versions"], strict=True):
             stack.version = int(version)
-        for name, reservoir in self.reservoirs.items():
-            reservoir.load(strip_prefix(arrays, f"reservoir.{name}"))

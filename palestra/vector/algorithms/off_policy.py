@@ -7,22 +7,20 @@ encoded action, `O` outputs.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from palestra.core.losses import TensorMetrics
 from palestra.core.types import RolloutBatch
-from palestra.envs.vector_base import Arrays
 from palestra.vector.algorithms.action_values import ActionValueConfig, ActionValueLearner, UpdateBatch
 from palestra.vector.algorithms.critics import frozen_parameters, polyak_update
 from palestra.vector.learners.nets import NetLearnerSpec
-from palestra.vector.learners.policy_stack import PolicyStack, strip_prefix
+from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.losses import td_target
 from palestra.vector.nets.continuous_heads import BoundedHead, idle_code
 from palestra.vector.nets.exploration_noise import CorrelatedNoise
@@ -61,8 +59,7 @@ class OffPolicyConfig(ActionValueConfig):
         return self
 
     def is_warm(self, transitions: int, progress: float) -> bool:
-        """Returns whether training starts with this number of transitions in the replay buffer, at
-        `progress` in [0, 1] of the run."""
+        """Returns whether training starts with so many transitions, at `progress` in [0, 1]."""
         if self.learning_starts is not None:
             return transitions >= self.learning_starts
         return transitions >= min(MOST_RANDOM, self.buffer_size) or progress >= RANDOM_SHARE
@@ -90,6 +87,7 @@ class OffPolicyLearner(ActionValueLearner):
         self.progress = 0.0
         super().__init__(config, spec)
         self.noises = [CorrelatedNoise(self.noise_correlation) for _ in self.stacks]
+        self.saved_parts |= {f"noise.{i}": noise for i, noise in enumerate(self.noises)}
 
     # ---- defined by an algorithm
 
@@ -107,8 +105,7 @@ class OffPolicyLearner(ActionValueLearner):
 
     @abstractmethod
     def target_value(self, i: int, q: Tensor, answer: PolicyOutput) -> Tensor:
-        """Returns the target value [P, R] of a state from the critics' values `q` [K, P, R, O] of
-        the policy's output there."""
+        """Returns a state's value [P, R] from the critics' `q` [K, P, R, O] of the output there."""
 
     @abstractmethod
     def loss(self, i: int, q: Tensor, answer: PolicyOutput, batch: UpdateBatch) -> tuple[Tensor, TensorMetrics]:
@@ -206,8 +203,7 @@ class OffPolicyLearner(ActionValueLearner):
         return targets
 
     def _next(self, i: int, transitions: TransitionBatch, generator: torch.Generator) -> PolicyOutput:
-        """Returns the next actions of stack i's policies; the idle code, with probability 1, where
-        a seat does not act."""
+        """Returns stack i's next actions; the idle code, for certain, where a seat does not act."""
         stack = self.stacks[i]
         observations = stack.observations(transitions.next_obs, 1)
         action_mask = stack.optional_rows(transitions.next_action_mask, 1)
@@ -235,16 +231,3 @@ class OffPolicyLearner(ActionValueLearner):
         stack.version += 1
         metrics = {"policy_loss": loss.detach(), "grad_norm": norms} | metrics
         return metrics | self.after_policy_step(i, answer, batch, progress)
-
-    # ---- state
-
-    def state_arrays(self) -> Arrays:
-        found = super().state_arrays()
-        for i, noise in enumerate(self.noises):
-            found |= {f"noise.{i}/{name}": array for name, array in noise.arrays().items()}
-        return found
-
-    def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
-        super().load_arrays(arrays)
-        for i, noise in enumerate(self.noises):
-            noise.load(strip_prefix(arrays, f"noise.{i}"), self.device)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 from typing import Literal
 
 import torch
@@ -22,17 +21,13 @@ from torch import Tensor
 from palestra.core.losses import TensorMetrics
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, RolloutBatch
-from palestra.envs.vector_base import Discrete, Space
 from palestra.vector.algorithms.minibatches import MiniBatch, iterate_minibatches, normalise_weights
-from palestra.vector.algorithms.q_learning import EpsilonGreedyConfig, ValueHead, check_action_spaces
-from palestra.vector.learners.nets import WEIGHT_KEY, NetLearner, NetLearnerSpec, mean_metrics
+from palestra.vector.algorithms.q_learning import EpsilonGreedyConfig, ValueLearner
+from palestra.vector.learners.nets import WEIGHT_KEY, NetLearner, NetLearnerSpec
 from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.losses import best_action, gather_values
 from palestra.vector.nets.advantages import AdvantageInputs, gae
-from palestra.vector.nets.heads import ActionHead
-from palestra.vector.nets.layers import states_at
 from palestra.vector.nets.on_device import RolloutTensors, constant, make_generator
-from palestra.vector.policies.nets import NetVectorPolicy
 
 
 class PQN(EpsilonGreedyConfig):
@@ -76,30 +71,17 @@ class StackRows:
     recurrent_state: Tensor | None
 
 
-class PQNLearner(NetLearner):
-    """Learner of PQN. Networks have layer normalisation unless `layer_norm: false`. Raises
-    ValueError for envs without discrete actions."""
+class PQNLearner(ValueLearner):
+    """Learner of PQN. Networks have layer normalisation unless `layer_norm: false`."""
+
+    config: PQN
 
     def __init__(self, config: PQN, spec: NetLearnerSpec) -> None:
-        check_action_spaces(config, spec)
-        self.config = config
         policies = {
             name: policy if policy.layer_norm is not None or policy.network else policy.model_copy(update=NORMED)
             for name, policy in spec.policies.items()
         }
-        super().__init__(spec._replace(policies=policies))
-        self.seats = list(chain.from_iterable(stack.seat_mapping.all_seats for stack in self.stacks))
-
-    def build_head(self, space: Space) -> ActionHead:
-        assert isinstance(space, Discrete)
-        return ValueHead(space, duelling=False)
-
-    def rollout_policies(self, progress: float) -> list[NetVectorPolicy]:
-        epsilon = self.config.epsilon_at(progress)
-        heads = [stack.head for stack in self.stacks if isinstance(stack.head, ValueHead)]
-        return [
-            stack.build_policy(head.epsilon_greedy(epsilon)) for stack, head in zip(self.stacks, heads, strict=True)
-        ]
+        super().__init__(config, spec._replace(policies=policies))
 
     # ---- learning
 
@@ -116,13 +98,9 @@ class PQNLearner(NetLearner):
             recurrent=any(stack.net.recurrent_units for stack in self.stacks),
             generator=make_generator(self.device, seed),
         )
-        lines: dict[str, list[TensorMetrics]] = {name: [] for name in self.names}
-        for minibatch in minibatches:
-            for stack, line in zip(self.stacks, self._step(rows, minibatch, progress), strict=True):
-                for p, name in enumerate(stack.seat_mapping.names):
-                    lines[name].append({key: value[p] for key, value in line.items()})
+        lines = [self._step(rows, minibatch, progress) for minibatch in minibatches]
         self.update_norms(rollout)
-        return {name: mean_metrics(own) for name, own in lines.items()}
+        return self.policy_metrics(list(zip(*lines, strict=True)))
 
     def targets(self, batch: RolloutTensors) -> tuple[Tensor, Tensor]:
         """Returns Q(lambda) targets (Gallici et al., 2024, eq. 14) and a mask of the actions that
@@ -150,32 +128,21 @@ class PQNLearner(NetLearner):
         last observation where a game ended [T, B, N]: 0 for seats that terminated. The actions
         legal there are taken to be those of the seat's last decision."""
         values = torch.zeros(batch.agent_mask.shape, device=self.device)
-        bootstrap = torch.zeros_like(batch.rewards)
-        times, games = batch.end_index
-        cut = ~batch.seats_terminated[times, games]  # [F, N]
+        ends = values.new_zeros(len(batch.final_obs), values.shape[2])  # [F, N]
         for stack in self.stacks:
             seats = stack.seat_mapping.seat_index(self.device)
-            S = len(stack.seat_mapping.seats[0])
-            is_first = stack.seat_mapping.repeat_games(batch.is_first)
-            memory = batch.recurrent_state.get("+".join(stack.seat_mapping.names))
-            q, memories = stack.net.unroll(stack.observations(batch.obs), memory, is_first)
-            legal = stack.optional_rows(batch.action_mask)
-            values[..., seats] = stack.seat_mapping.by_seat(gather_values(q, best_action(q, legal)))
-            if len(times):
-                before = states_at(memories, S, times, games)
-                q = stack.net.unroll(stack.observations(batch.final_obs, 1)[:, None], before)[0]
-                legal = stack.optional_rows(batch.last_action_masks(), 1)
-                if legal is not None:
-                    legal = legal[:, None]
-                ends = stack.seat_mapping.by_seat(gather_values(q, best_action(q, legal)))[0]  # [F, P*S]
-                here = torch.where(cut[:, seats], ends, 0.0)
-                bootstrap[times[:, None], games[:, None], seats] = here
-        return values, bootstrap
+            q, final = stack.unroll(batch)
+            best = best_action(q, stack.optional_rows(batch.action_mask))
+            values[..., seats] = stack.seat_mapping.by_seat(gather_values(q, best))
+            if final is not None:
+                best = best_action(final, stack.optional_rows(batch.last_action_masks(), 1))
+                ends[:, seats] = stack.seat_mapping.by_seat(gather_values(final, best)[:, None])[0]
+        return values, batch.spread_ends(ends)
 
     def _rows(self, stack: PolicyStack, batch: RolloutTensors, targets: Tensor, known: Tensor) -> StackRows:
         """Returns the training batch of a stack."""
         shape = (-1, len(stack.seat_mapping.seats[0]))
-        memory = batch.recurrent_state.get("+".join(stack.seat_mapping.names))
+        memory = batch.recurrent_state.get(stack.seat_mapping.label)
         return StackRows(
             stack.observations(batch.obs)[:, :-1].unflatten(2, shape),
             stack.seat_mapping.repeat_games(batch.is_first)[:, :-1].unflatten(2, shape),

@@ -8,8 +8,8 @@ of a member, `R` = M*S rows, `A` actions, `O` outputs, `F` truncated games.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from palestra.core.losses import TensorMetrics
 from palestra.core.types import Metrics, RolloutBatch
-from palestra.envs.vector_base import Arrays, Discrete, Space
+from palestra.envs.vector_base import Discrete, Space
 from palestra.vector.algorithms.critics import PolyakPairs, frozen_copy, polyak_update
 from palestra.vector.algorithms.minibatches import minibatch_seed
 from palestra.vector.algorithms.presets import algorithm_name
-from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, metrics_by_policy
-from palestra.vector.learners.policy_stack import PolicyStack, policy_writers, strip_prefix
+from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec
+from palestra.vector.learners.policy_stack import PolicyStack, policy_writers
 from palestra.vector.losses import best_action, dueling_values, gather_values, next_value, sequence_priority
 from palestra.vector.nets.heads import MASKED_LOGIT, ActionHead
 from palestra.vector.nets.layers import Net, make_generators, states_at
@@ -130,8 +130,7 @@ class ValueHead(ActionHead):
         return logp, torch.zeros_like(logp)
 
     def epsilon_greedy(self, epsilon: float) -> ActionSelector:
-        """Returns an epsilon-greedy action function: with probability `epsilon` a uniform legal
-        action, otherwise the best."""
+        """Returns a function that acts uniformly with probability `epsilon`, else best."""
 
         def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, None]:
             action = self.mode(out, action_mask)
@@ -142,25 +141,54 @@ class ValueHead(ActionHead):
         return choose
 
 
-class QLearner(NetLearner):
-    """Base learner of Q-learning; a subclass defines the loss. With `counts_env_steps` time is counted in env steps,
-    not in each seat's own decisions. Raises ValueError for envs without discrete actions."""
+class ValueLearner(NetLearner):
+    """Base learner of policies that act epsilon-greedily by their action values. Raises ValueError for envs without
+    discrete actions."""
 
-    counts_env_steps = False
+    duelling = False  # whether action values are a state value plus advantages
 
-    def __init__(self, config: QLearningConfig, spec: NetLearnerSpec) -> None:
+    def __init__(self, config: EpsilonGreedyConfig, spec: NetLearnerSpec) -> None:
         check_action_spaces(config, spec)
         self.config = config
         super().__init__(spec)
+        self.heads = [stack.head for stack in self.stacks if isinstance(stack.head, ValueHead)]
+        self.seats = list(chain.from_iterable(stack.seat_mapping.all_seats for stack in self.stacks))
+
+    def build_head(self, space: Space) -> ActionHead:
+        assert isinstance(space, Discrete)
+        return ValueHead(space, self.duelling)
+
+    def rollout_policies(self, progress: float) -> list[NetVectorPolicy]:
+        epsilon = self.epsilon_at(progress)
+        return [
+            stack.build_policy(head.epsilon_greedy(epsilon))
+            for stack, head in zip(self.stacks, self.heads, strict=True)
+        ]
+
+    def epsilon_at(self, progress: float) -> float:
+        """Returns the share of random actions in training."""
+        return self.config.epsilon_at(progress)
+
+
+class QLearner(ValueLearner):
+    """Base learner of Q-learning; a subclass defines the loss. With `counts_env_steps` time is counted in env steps,
+    not in each seat's own decisions."""
+
+    config: QLearningConfig
+    counts_env_steps = False
+    saved_counts = {"steps": "steps", "seen": "env_steps_seen"}
+
+    def __init__(self, config: QLearningConfig, spec: NetLearnerSpec) -> None:
+        self.duelling = config.duelling
+        super().__init__(config, spec)
         self.target_nets = [frozen_copy(stack.net) for stack in self.stacks]
         self.register("target", self.target_nets)
         nets = [stack.net for stack in self.stacks]
         self.polyak_pairs: PolyakPairs = list(zip(nets, self.target_nets, strict=True))
-        self.heads = [stack.head for stack in self.stacks if isinstance(stack.head, ValueHead)]
-        self.seats = list(chain.from_iterable(stack.seat_mapping.all_seats for stack in self.stacks))
         self.steps = 0
         self.env_steps_seen = 0
         self.replay = self.build_replay()
+        self.saved_parts["replay"] = self.replay
 
     def build_replay(self) -> ReplayBuffer | SequenceReplay:
         """Builds the replay buffer."""
@@ -172,28 +200,14 @@ class QLearner(NetLearner):
             "count_env_steps": self.counts_env_steps,
             "team": self.seats if self.counts_env_steps else (),
         }
-        remembered = ["+".join(stack.seat_mapping.names) for stack in self.stacks if stack.net.recurrent_units]
+        remembered = [stack.seat_mapping.label for stack in self.stacks if stack.net.recurrent_units]
         if not remembered:
             return ReplayBuffer(config.buffer_size, seats=self.seats, **credit)
         capacity = max(1, config.buffer_size // config.rollout_length)
         return SequenceReplay(capacity, burn_in=config.burn_in, recurrent_players=remembered, **credit)
 
-    def build_head(self, space: Space) -> ActionHead:
-        assert isinstance(space, Discrete)
-        return ValueHead(space, self.config.duelling)
-
-    # ---- play
-
-    def rollout_policies(self, progress: float) -> list[NetVectorPolicy]:
-        epsilon = self.epsilon_at(progress)
-        return [
-            stack.build_policy(head.epsilon_greedy(epsilon))
-            for stack, head in zip(self.stacks, self.heads, strict=True)
-        ]
-
     def epsilon_at(self, progress: float) -> float:
-        """Returns the share of random actions in training."""
-        return self.config.epsilon_at(progress) if self.is_warm else 1.0
+        return super().epsilon_at(progress) if self.is_warm else 1.0
 
     # ---- learning
 
@@ -222,10 +236,7 @@ class QLearner(NetLearner):
             for _ in range(self.config.gradient_steps):
                 for own, line in zip(lines, self._step(rng, progress), strict=True):
                     own.append(line)
-        metrics: dict[str, Metrics] = {}
-        for stack, own in zip(self.stacks, lines, strict=True):
-            metrics |= metrics_by_policy(stack.seat_mapping.names, own)
-        return metrics
+        return self.policy_metrics(lines)
 
     def _ready(self) -> bool:
         return self.process_group.all_ranks(self.is_warm and self.replay.ring.can_sample)
@@ -299,18 +310,6 @@ class QLearner(NetLearner):
         stacks = zip(self.stacks, self.heads, strict=True)
         return policy_writers(replace(stack, net=without_duelling(stack, head)) for stack, head in stacks)
 
-    def state_arrays(self) -> Arrays:
-        replay = {f"replay/{name}": array for name, array in self.replay.arrays().items()}
-        return (
-            super().state_arrays() | replay | {"steps": np.array([self.steps]), "seen": np.array([self.env_steps_seen])}
-        )
-
-    def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
-        super().load_arrays(arrays)
-        self.replay.load(strip_prefix(arrays, "replay"))
-        self.steps = int(arrays["steps"][0])
-        self.env_steps_seen = int(arrays["seen"][0])
-
 
 def check_action_spaces(config: AlgorithmConfig, spec: NetLearnerSpec) -> None:
     """Raises ValueError if a seat that learns has no discrete actions."""
@@ -326,9 +325,7 @@ def check_action_spaces(config: AlgorithmConfig, spec: NetLearnerSpec) -> None:
 
 def as_sequences(transitions: TransitionBatch) -> TransitionBatch:
     """Returns transitions as sequences of one step: every array [M, ...] -> [1, M, ...], except `index`."""
-    found = {each.name: getattr(transitions, each.name) for each in fields(transitions) if each.name != "index"}
-    longer: dict[str, Any] = {name: None if x is None else x[None] for name, x in found.items()}
-    return replace(transitions, **longer)
+    return transitions.map(lambda x: x[None])
 
 
 def unroll_values(stack: PolicyStack, head: ValueHead, net: Net, drawn: SequenceBatch) -> tuple[Tensor, Tensor]:
@@ -336,7 +333,7 @@ def unroll_values(stack: PolicyStack, head: ValueHead, net: Net, drawn: Sequence
     P = len(stack.seat_mapping.names)
     S = len(stack.seat_mapping.seats[0])
     is_first = drawn.is_first.repeat_interleave(S, 1)
-    memory = drawn.recurrent_states.get("+".join(stack.seat_mapping.names))
+    memory = drawn.recurrent_states.get(stack.seat_mapping.label)
     out, memories = net.unroll(stack.observations(drawn.obs), memory, is_first.expand(P, *is_first.shape))
     q = head.values(out)
     with torch.no_grad():
@@ -352,8 +349,7 @@ def unroll_values(stack: PolicyStack, head: ValueHead, net: Net, drawn: Sequence
 
 
 def without_duelling(stack: PolicyStack, head: ValueHead) -> Net:
-    """Returns networks whose outputs are the action values themselves. Duelling combines outputs
-    linearly, so the last layer can absorb it."""
+    """Returns networks of plain action values: the last layer absorbs duelling, which is linear."""
     if not head.duelling:
         return stack.net
     return with_last_layer(stack, head.num_actions, dueling_values)

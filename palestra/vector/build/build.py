@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -277,8 +277,7 @@ def group_trained_teams(
 
 
 def policy_by_seat(config: VectorConfig, env: VectorEnv) -> dict[Seat, str]:
-    """Returns the policy of each seat in training. A seat whose policy is not shared has a policy
-    of its own name."""
+    """Returns the policy of each seat in training; the seat's name if it is not shared."""
     named = seat_policies(config, env)
     for name, own in trained_seats(config, env, named).items():
         named |= {env.seats[seat]: name for seat in own}
@@ -362,23 +361,28 @@ def make_fixed_players(
 ) -> list[VectorPolicy]:
     """Returns the players of the seats whose policies are not trained."""
     fixed = {seat: name for seat, name in named.items() if _is_fixed(config, name)}
+    return make_players(config.policies, env, fixed, device)
 
-    def folder_of(name: str) -> Path | None:
-        policy = config.policies[name]
-        return member_folder(policy.path) if isinstance(policy, FrozenNetConfig) else None
 
-    players = group_teams(fixed, folder_of)
-    return [make_fixed_player(config.policies[name], env, seats, name, device) for name, seats in players]
+def make_players(
+    policies: Mapping[str, VectorPolicyConfig], env: VectorEnv, named: Mapping[Seat, str], device: torch.device = CPU
+) -> list[VectorPolicy]:
+    """Returns players of the seats in `named`, whose policies are not trained."""
+    players = group_teams(policies, named)
+    return [make_fixed_player(policies[name], env, seats, name, device) for name, seats in players]
 
 
 def group_teams(
-    named: Mapping[Seat, str], folder_of: Callable[[str], Path | None]
+    policies: Mapping[str, VectorPolicyConfig], named: Mapping[Seat, str]
 ) -> list[tuple[str, tuple[Seat, ...]]]:
     """Returns the policy and the seats of each player: one player for each seat, or one for all
-    seats of a saved policy whose network plays a team. `folder_of` returns the folder of a policy
-    (None: it has none)."""
+    seats of a saved policy whose network plays a team."""
     found: dict[object, tuple[str, tuple[Seat, ...]]] = {}
-    teams = {name for name in set(named.values()) if (folder := folder_of(name)) and plays_team(folder)}
+    teams = set()
+    for name in set(named.values()):
+        policy = policies[name]
+        if isinstance(policy, FrozenNetConfig) and plays_team(member_folder(policy.path)):
+            teams.add(name)
     for seat, name in named.items():
         key = name if name in teams else (name, seat)
         found[key] = (name, (*found.get(key, (name, ()))[1], seat))

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -100,14 +100,27 @@ class NetLearnerSpec(NamedTuple):
         return [self.env.action_spaces[seat] for seat in self.learning_seats]
 
 
+class SavedPart(Protocol):
+    """A part of a learner, such as a replay buffer, that is saved with it."""
+
+    def arrays(self) -> Arrays:
+        """Returns its state."""
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Restores what `arrays` returned."""
+
+
 class NetLearner(ABC):
     """Policies of one env in training by one algorithm. `names` are the policies that learn."""
+
+    saved_counts: ClassVar[Mapping[str, str]] = {}  # attributes that count something, by their name in the saved state
 
     def __init__(self, spec: NetLearnerSpec) -> None:
         self.env, seats, self.policies, self.seeds, self.process_group, self.device = spec
         self.names = list(seats)
         self.extra_modules: dict[str, nn.Module] = {}  # of a subclass, by name
         self.extra_optimizers: dict[str, StackedOptimizer] = {}
+        self.saved_parts: dict[str, SavedPart] = {}
         if not self.trains_teams and any(policy.communication_rounds for policy in self.policies.values()):
             raise ValueError(
                 "communication_rounds: seats that communicate must be trained together, as only ppo, a2c and trpo do: "
@@ -215,6 +228,13 @@ class NetLearner(ABC):
             world.update(rows, rows.new_ones(rows.shape[:2]), self.process_group.all_reduce)
             self.global_norm = world
 
+    def policy_metrics(self, lines: Sequence[Sequence[TensorMetrics]]) -> dict[str, Metrics]:
+        """Returns the means of metrics [P] over the `lines` of each stack, by policy."""
+        metrics: dict[str, Metrics] = {}
+        for stack, own in zip(self.stacks, lines, strict=True):
+            metrics |= metrics_by_policy(stack.seat_mapping.names, own)
+        return metrics
+
     @abstractmethod
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
         """Trains on a rollout; returns metrics by policy. `progress` in [0, 1] is the finished share of the run."""
@@ -258,8 +278,7 @@ class NetLearner(ABC):
         self.extra_optimizers |= {f"{name}_adam.{i}": optimizer for i, optimizer in enumerate(optimizers)}
 
     def member_writers(self) -> dict[str, Callable[[Path], None]]:
-        """Returns for each policy a function that writes it to a folder: its weights and what is
-        needed to play it alone."""
+        """Returns functions that write what is needed to play each policy alone to a folder."""
         return policy_writers(self.stacks)
 
     def write_state(self, folder: Path) -> None:
@@ -272,6 +291,14 @@ class NetLearner(ABC):
 
     def state_arrays(self) -> Arrays:
         """Returns the full training state; `load_arrays` restores it."""
+        found = self.network_arrays()
+        found |= {key: np.array([getattr(self, name)]) for key, name in self.saved_counts.items()}
+        for name, part in self.saved_parts.items():
+            found |= {f"{name}/{key}": value for key, value in part.arrays().items()}
+        return found
+
+    def network_arrays(self) -> Arrays:
+        """Returns the state of networks and optimizers alone; `load_networks` restores it."""
         found: Arrays = {"versions": np.array([stack.version for stack in self.stacks])}
         for name, module in self.modules().items():
             found |= {f"{name}/{key}": value.cpu().numpy() for key, value in module.state_dict().items()}
@@ -290,6 +317,14 @@ class NetLearner(ABC):
 
     def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Restores the training state that `state_arrays` returned."""
+        self.load_networks(arrays)
+        for key, name in self.saved_counts.items():
+            setattr(self, name, int(arrays[key][0]))
+        for name, part in self.saved_parts.items():
+            part.load(strip_prefix(arrays, name))
+
+    def load_networks(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Restores the state that `network_arrays` returned."""
         for stack, version in zip(self.stacks, arrays["versions"], strict=True):
             stack.version = int(version)
         self._load_modules(arrays)

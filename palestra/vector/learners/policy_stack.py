@@ -1,7 +1,7 @@
 """Stacks of small-network policies: their state, their optimizer (which clips each member's gradient), and the files of
 a single policy.
 
-Shapes: `P` members of a stack, `T` steps, `B` games, `S` seats of a member, `N` seats.
+Shapes: `P` members of a stack, `T` steps, `B` games, `S` seats of a member, `N` seats, `F` ended games, `O` outputs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Vecto
 from palestra.vector.learners.optimizers import NetOptimizer, StackedOptimizer
 from palestra.vector.nets.continuous_heads import SquashedHead, TanhHead
 from palestra.vector.nets.heads import ActionHead, CategoricalHead, GaussianHead, MultiCategoricalHead
-from palestra.vector.nets.layers import Net, NetConfig, Team, make_generators, member_weights, with_member_weights
+from palestra.vector.nets.layers import (
+    Net,
+    NetConfig,
+    Team,
+    make_generators,
+    member_weights,
+    states_at,
+    with_member_weights,
+)
 from palestra.vector.nets.normalise import RunningNorm, normalise
 from palestra.vector.nets.on_device import CPU, RolloutTensors
 from palestra.vector.nets.seat_mapping import SeatMapping, group_into_stacks
@@ -54,6 +62,10 @@ class NetPolicyConfig(OptimizedPolicy, NetConfig):
     """Normalise observations, and the inputs of central critics and mixers, by their running mean and deviation."""
     seat_one_hot: bool = False
     """Add the seat as a one-hot vector to the observations of a policy that plays several seats."""
+
+    def with_lr(self, lr: float | None) -> Self:
+        """Returns the config with another learning rate; None keeps it."""
+        return self.model_copy(update={"lr": lr or self.lr})
 
     @model_validator(mode="after")
     def _settings_fit(self) -> Self:
@@ -118,12 +130,25 @@ class PolicyStack:
         """Returns the masks of the members' actions [P, T, B*S, A]; None: every action is legal."""
         return None if batch.action_mask is None else self.rows(batch.action_mask)[:, :-1]
 
+    def unroll(self, batch: RolloutTensors) -> tuple[Tensor, Tensor | None]:
+        """Returns the outputs of the networks at every step [P, T+1, B*S, O], and at the last observations of the games
+        that ended [P, F*S, O] (None: none did)."""
+        is_first = self.seat_mapping.repeat_games(batch.is_first)
+        memory = batch.recurrent_state.get(self.seat_mapping.label)
+        out, memories = self.net.unroll(self.observations(batch.obs), memory, is_first)
+        times, games = batch.end_index
+        if not len(times):
+            return out, None
+        before = states_at(memories, len(self.seat_mapping.seats[0]), times, games)
+        ends, _ = self.net.unroll(self.observations(batch.final_obs, 1)[:, None], before)
+        return out, ends[:, 0]
+
     @torch.no_grad()
     def action_logp(self, batch: RolloutTensors) -> Tensor:
         """Returns the log-probability of the actions of the members' seats under the current
         policies, [T, B, P*S] with seats in the order of `seat_mapping.all_seats`."""
         is_first = self.seat_mapping.repeat_games(batch.is_first)[:, :-1]
-        memory = batch.recurrent_state.get("+".join(self.seat_mapping.names))
+        memory = batch.recurrent_state.get(self.seat_mapping.label)
         actions = self.actions(batch)
         acts = self.rows(batch.agent_mask)[:, :-1]
         observations = self.observations(batch.obs)[:, :-1]

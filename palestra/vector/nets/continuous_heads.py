@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from palestra.envs.vector_base import Continuous
-from palestra.vector.nets.heads import ActionHead, GaussianHead, half_widths, mean_and_log_std
+from palestra.vector.nets.heads import ActionHead, ContinuousHead, mean_and_log_std
 from palestra.vector.nets.on_device import constant, exponential_like, normal_like
 from palestra.vector.nets.seat_mapping import SeatMapping
 
@@ -24,37 +24,28 @@ LOG_2 = math.log(2)
 MAX_UNIT = 1 - 1e-6  # bound of the input of atanh in float32
 
 
-class BoundedHead(ActionHead):
+class BoundedHead(ContinuousHead):
     """Base of heads with bounded continuous actions. Raises ValueError for a space without finite bounds."""
 
     def __init__(self, space: Continuous) -> None:
-        low = torch.tensor(space.low)
-        high = torch.tensor(space.high)
-        if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
+        super().__init__(space)
+        if not self.bounded.all():
             raise ValueError(
                 f"actions from {list(space.low)} to {list(space.high)} cannot be squashed between their bounds: give "
                 "the env finite bounds, or train with ppo or a2c"
             )
-        self.width = len(space.low)
-        self.middle = (low + high) / 2
-        self.half_width = half_widths(low, high)
-
-    def from_unit(self, unit: Tensor) -> Tensor:
-        """Returns actions of the space from units [..., D]."""
-        return self.middle + self.half_width * unit
-
-    def to_unit(self, action: Tensor) -> Tensor:
-        """Returns actions [..., D] as units, the inverse of `from_unit`. Actions outside the space
-        are clamped to its bounds, as the env does."""
-        return ((action - self.middle) / self.half_width).clamp(-1, 1)
 
     @abstractmethod
     def perturb(self, out: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Returns units [..., D] with standard normal `noise` [..., D], and their log-densities [...]."""
 
+    def sample_units(self, out: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Returns sampled units [..., D], differentiable (Kingma & Welling, 2014), and log-densities [...]."""
+        return self.perturb(out, normal_like(out[..., : self.width], generator))
+
     def sample(self, out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Returns actions with independent noise, and log-densities of their units."""
-        unit, logp = self.perturb(out, normal_like(out[..., : self.width], generator))
+        unit, logp = self.sample_units(out, generator)
         return self.from_unit(unit), logp
 
 
@@ -70,10 +61,6 @@ class SquashedHead(BoundedHead):
         nodes, weights = np.polynomial.hermite.hermgauss(self.NODES)
         self.nodes = torch.tensor(nodes * math.sqrt(2), dtype=torch.float32)
         self.weights = torch.tensor(weights / math.sqrt(math.pi), dtype=torch.float32)
-
-    def sample_units(self, out: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Returns sampled units [..., D], differentiable (Kingma & Welling, 2014), and their log-densities [...]."""
-        return self.perturb(out, normal_like(out[..., : self.width], generator))
 
     def perturb(self, out: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         mean, log_std = mean_and_log_std(out)
@@ -196,7 +183,7 @@ class ActionEncoder:
 
 def encode_action(head: ActionHead, action: Tensor) -> Tensor:
     """Returns encoded actions: [M, ...] -> [M, A], without padding."""
-    if isinstance(head, (BoundedHead, GaussianHead)):
+    if isinstance(head, ContinuousHead):
         return head.to_unit(action[:, : head.width])
     if action.dim() > 1:  # other seats have actions of several numbers
         action = action[:, 0]

@@ -34,7 +34,7 @@ class CorrelatedNoise:
         if not self.correlation:
             return noise
         if self.last is not None and self.last.shape == noise.shape:
-            noise = self.correlation * self.last + math.sqrt(1 - self.correlation**2) * noise
+            noise = self.correlation * self.last.to(noise.device) + math.sqrt(1 - self.correlation**2) * noise
         self.last = noise
         return noise
 
@@ -42,8 +42,6 @@ class CorrelatedNoise:
         """Returns the state."""
         return {} if self.last is None else {"last": self.last.cpu().numpy()}
 
-    def load(self, arrays: Mapping[str, np.ndarray], device: torch.device) -> None:
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Restores a state that `arrays` returned."""
-        self.last = None
-        if "last" in arrays:
-            self.last = torch.from_numpy(np.array(arrays["last"])).to(device)
+        self.last = torch.from_numpy(np.array(arrays["last"])) if "last" in arrays else None

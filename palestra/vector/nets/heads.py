@@ -30,8 +30,7 @@ def mask_illegal(values: Tensor, action_mask: Tensor | None) -> Tensor:
 
 
 class ActionHead(ABC):
-    """Base of distributions over actions with `outputs` parameters. `width` is the length of an
-    action, 0 for a plain index."""
+    """Base of distributions with `outputs` parameters over actions of `width` numbers (0: an index)."""
 
     outputs: int
     width: int
@@ -146,38 +145,43 @@ def mean_and_log_std(out: Tensor) -> tuple[Tensor, Tensor]:
     return mean, log_std.clamp(*LOG_STD_BOUNDS)
 
 
-def half_widths(low: Tensor, high: Tensor) -> Tensor:
-    """Returns half the width of each number of a space [D]; 1 where `low` equals `high`, so that
-    nothing is divided by 0 (the env clips such an action to its only value)."""
-    return torch.where(high > low, (high - low) / 2, 1.0)
-
-
-class GaussianHead(ActionHead):
-    """Independent Gaussians in units of half the space's width around its middle; unbounded numbers
-    are not scaled. The env clips actions outside the space."""
+class ContinuousHead(ActionHead):
+    """Base of distributions over continuous actions. A unit is an action in half-widths of the space around its middle;
+    unbounded numbers are not scaled."""
 
     def __init__(self, space: Continuous) -> None:
         self.width = len(space.low)
-        self.outputs = 2 * self.width
         low = torch.tensor(space.low)
         high = torch.tensor(space.high)
         self.bounded = torch.isfinite(high - low)
         self.middle = torch.where(self.bounded, (low + high) / 2, 0.0)
-        self.half_width = torch.where(self.bounded, half_widths(low, high), 1.0)
+        # where both bounds are equal, the env clips an action to its only value
+        self.half_width = torch.where(self.bounded & (high > low), (high - low) / 2, 1.0)
 
     def to_unit(self, action: Tensor) -> Tensor:
-        """Returns actions of the space [..., D] as half-widths around its middle, clamped to its bounds."""
+        """Returns actions of the space [..., D] as units, clamped to its bounds, as the env does."""
         unit = (action - self.middle) / self.half_width
         return torch.where(self.bounded, unit.clamp(-1, 1), unit)
+
+    def from_unit(self, unit: Tensor) -> Tensor:
+        """Returns actions of the space from units [..., D]."""
+        return self.middle + self.half_width * unit
+
+
+class GaussianHead(ContinuousHead):
+    """Independent Gaussians over units. The env clips actions outside the space."""
+
+    def __init__(self, space: Continuous) -> None:
+        super().__init__(space)
+        self.outputs = 2 * self.width
 
     def sample(self, out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         mean, log_std = mean_and_log_std(out)
         noise = normal_like(mean, generator)
-        raw = mean + noise * log_std.exp()
-        return self.middle + self.half_width * raw, self._logp(noise, log_std)
+        return self.from_unit(mean + noise * log_std.exp()), self._logp(noise, log_std)
 
     def mode(self, out: Tensor, action_mask: Tensor | None) -> Tensor:
-        return self.middle + self.half_width * mean_and_log_std(out)[0]
+        return self.from_unit(mean_and_log_std(out)[0])
 
     def evaluate_actions(self, out: Tensor, action: Tensor, action_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         mean, log_std = mean_and_log_std(out)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,31 +30,29 @@ def image_layout(env: VectorEnv, seat: int) -> ImageLayout | None:
     return ImageLayout(shapes) if shapes else None
 
 
+ConvolutionKind = Literal["nature", "small"]
+# channels, size and stride of each convolution; units of the layer after them; the fewest pixels of a side
+CONVOLUTIONS = {
+    "nature": (((32, 8, 4), (64, 4, 2), (64, 3, 1)), 512, 36),  # Mnih et al., 2015
+    "small": (((16, 8, 4), (32, 4, 2)), 256, 20),  # Mnih et al., 2013
+}
+
+
 class Convolutions(nn.Module):
     """Convolutions over pixels [P, R, height, width, channels], uint8 or floats in 0 to 1, then a linear layer -> [P,
-    R, units] float32: three convolutions and 512 units (Mnih et al., 2015), or with `small` two and 256 (Mnih et al.,
-    2013). Computed in `dtype`. Raises ValueError if the pixels are too few."""
-
-    LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # channels, size, stride
-    SMALL = ((16, 8, 4), (32, 4, 2))
+    R, units] float32. Computed in `dtype`. Raises ValueError if the pixels are too few."""
 
     def __init__(
         self,
         observation_shape: tuple[int, ...],
         generators: Sequence[torch.Generator],
-        small: bool = False,
+        kind: ConvolutionKind = "nature",
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.dtype = dtype
         height, width, channels = observation_shape
-        self.layers: tuple[tuple[int, int, int], ...] = self.LAYERS
-        self.units = 512
-        least_pixels = 36
-        if small:
-            self.layers = self.SMALL
-            self.units = 256
-            least_pixels = 20
+        self.layers, self.units, least_pixels = CONVOLUTIONS[kind]
         self.kernels = nn.ParameterList()
         self.biases = nn.ParameterList()
         for outputs, size, stride in self.layers:
@@ -96,7 +95,7 @@ class ImageEncoder(nn.Module):
         layout: ImageLayout,
         inputs: int,
         generators: Sequence[torch.Generator],
-        small: bool,
+        kind: ConvolutionKind,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
@@ -104,7 +103,7 @@ class ImageEncoder(nn.Module):
         self.images = nn.ModuleList()
         self.units = inputs
         for shape in layout.shapes:
-            convolutions = Convolutions(shape, generators, small, dtype)
+            convolutions = Convolutions(shape, generators, kind, dtype)
             self.images.append(convolutions)
             self.units += convolutions.units - math.prod(shape)
 

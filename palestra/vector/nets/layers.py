@@ -15,12 +15,12 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from palestra.core.config import StrictModel
+from palestra.core.config import StrictModel, is_changed
 from palestra.core.config.own_types import OwnTypes
 from palestra.vector.nets.attention import AttentionType, rowwise
 from palestra.vector.nets.dense import GAIN, MLP, Activation, Linear
 from palestra.vector.nets.entities import EntityEncoder, EntityLayout
-from palestra.vector.nets.images import Convolutions, ImageEncoder, ImageLayout
+from palestra.vector.nets.images import ConvolutionKind, Convolutions, ImageEncoder, ImageLayout
 from palestra.vector.nets.own_network import OwnBody, OwnNetwork
 
 
@@ -35,8 +35,7 @@ class Communication(nn.Module):
         self.rounds = nn.ModuleList(Linear(2 * units, units, GAIN[activation], generators) for _ in range(rounds))
 
     def forward(self, x: Tensor, acts: Tensor | None, team_size: int) -> Tensor:
-        """Returns features [P, R, H] after all rounds. `acts` [P, R] bool marks the seats that act
-        (None: all); the others send nothing."""
+        """Returns features [P, R, H] after all rounds. Seats without `acts` [P, R] send nothing."""
         for layer in self.rounds:
             x = layer(torch.cat([x, mean_of_others(x, acts, team_size)], -1), self.activation)
         return x
@@ -56,8 +55,7 @@ Layout = EntityLayout | ImageLayout
 
 
 class NetConfig(StrictModel):
-    """Shape of a network: convolutions for pixel observations, fully connected layers, then a GRU
-    if `gru_units` is set."""
+    """Shape of a network: convolutions for pixels, fully connected layers, then perhaps a GRU."""
 
     hidden: list[Annotated[int, Field(ge=1, le=65_536)]] = Field([64, 64], min_length=1, max_length=64)
     """Units of each hidden layer."""
@@ -91,7 +89,7 @@ class NetConfig(StrictModel):
     """Memory of `attention_type: retention`: the share of its state that each step of an episode
     leaves to the next is this number times 1 - 1/32 in the first head, and up to 1 - 1/512 in the
     last. 0: no memory; 1: that of Sable, the longest."""
-    convolutions: Literal["nature", "small"] = "nature"
+    convolutions: ConvolutionKind = "nature"
     """Convolutions for pixel observations (three dimensions): `nature` (Mnih et al., 2015), or
     `small` (Mnih et al., 2013), which takes half the time on a CPU."""
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -119,10 +117,7 @@ class NetConfig(StrictModel):
     @model_validator(mode="after")
     def _check_network(self) -> Self:
         combined = {"network", "gru_units", "communication_rounds"}
-        fields = NetConfig.model_fields.items()
-        changed = [
-            name for name, field in fields if getattr(self, name) != field.get_default(call_default_factory=True)
-        ]
+        changed = [name for name in NetConfig.model_fields if is_changed(self, name)]
         if self.network and (unused := [name for name in changed if name not in combined]):
             raise ValueError(
                 f"network: {self.network.type} replaces the layers that {unused[0]} describes: leave {unused[0]} out, "
@@ -210,14 +205,13 @@ class Net(nn.Module):
             units = own.units
         else:
             dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
-            is_small = config.convolutions == "small"
             if len(observation_shape) == 3:
-                self.pixels = Convolutions(observation_shape, generators, is_small, dtype)
+                self.pixels = Convolutions(observation_shape, generators, config.convolutions, dtype)
                 inputs = self.pixels.units
             else:
                 inputs = math.prod(observation_shape)
             if isinstance(layout, ImageLayout):
-                self.image_encoder = ImageEncoder(layout, inputs, generators, is_small, dtype)
+                self.image_encoder = ImageEncoder(layout, inputs, generators, config.convolutions, dtype)
                 inputs = self.image_encoder.units
             if isinstance(layout, EntityLayout):
                 blocks = config.attention_blocks
@@ -267,11 +261,7 @@ class Net(nn.Module):
         return rowwise(self.head, features), memories
 
     def unroll_with_values(
-        self,
-        obs: Tensor,
-        recurrent_state: Tensor | None = None,
-        is_first: Tensor | None = None,
-        team: Team | None = None,
+        self, obs: Tensor, recurrent_state: Tensor | None, is_first: Tensor | None, team: Team | None
     ) -> tuple[Tensor, Tensor | None]:
         """Returns outputs [P, T, R, outputs] and values [P, T, R] (None without `value_head`)."""
         if self.value_head is None:

@@ -139,8 +139,7 @@ class RolloutTensors:
 
     @classmethod
     def of(cls, batch: RolloutBatch, device: torch.device = CPU) -> RolloutTensors:
-        """Returns the tensors of a batch: on the CPU they share its memory, on other devices each
-        array is copied once."""
+        """Returns the tensors of a batch: on the CPU in its memory, elsewhere copied once."""
 
         def to_device(x: np.ndarray | None) -> Any:
             return None if x is None else as_tensor(x, device)
@@ -155,6 +154,13 @@ class RolloutTensors:
             recurrent_state=memories,
             worker=batch.worker,
         )
+
+    def spread_ends(self, values: Tensor) -> Tensor:
+        """Returns values [F, N] after the ends of games as [T, B, N]: 0 elsewhere, and for seats that terminated, even
+        if the game was truncated for the others."""
+        spread = torch.zeros_like(self.rewards)
+        spread[self.end_index] = torch.where(self.seats_terminated[self.end_index], 0.0, values)
+        return spread
 
     def last_action_masks(self) -> Tensor | None:
         """Returns the action masks [F, N, A] of each seat's last decision before the ends of games; for a seat without

@@ -12,7 +12,7 @@ of the ring buffer, `F` ended games, `E` events, `n_step` decisions of lookahead
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self
 
@@ -56,21 +56,24 @@ class ReplayBatch:
     index: Tensor
 
     def to(self, device: torch.device) -> Self:
-        """Returns the batch on a device, except `index`, which the buffer reads. On the CPU returns
-        the batch itself."""
+        """Returns the batch on a device, except `index`, which the buffer reads."""
         if device.type == "cpu":
             return self
+        return self.map(lambda x: x.to(device, non_blocking=True))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Returns the batch with all tensors changed, except `index`."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "index"}
-        return replace(self, **{name: _to_device(value, device) for name, value in values.items()})
+        return replace(self, **{name: _map(value, change) for name, value in values.items()})
 
 
-def _to_device(value: Any, device: torch.device) -> Any:
-    """Returns a tensor, or a tuple or dict of tensors, on a device; None stays None."""
+def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Returns a tensor, or a tuple or dict of tensors, changed; None stays None."""
     if isinstance(value, dict):
-        return {key: _to_device(item, device) for key, item in value.items()}
+        return {key: _map(item, change) for key, item in value.items()}
     if isinstance(value, tuple):
-        return tuple(_to_device(item, device) for item in value)
-    return None if value is None else value.to(device, non_blocking=True)
+        return tuple(_map(item, change) for item in value)
+    return None if value is None else change(value)
 
 
 @dataclass
@@ -263,8 +266,7 @@ class CreditEvents(NamedTuple):
 def rollout_arrays(
     batch: RolloutBatch, number: np.ndarray, count_env_steps: bool, team: Sequence[int] = ()
 ) -> RolloutArrays:
-    """Returns the arrays of a batch that credit is computed from. With `team` a seat's future ends
-    when the last seat of the team terminates."""
+    """Returns what credit is computed from. The future of a `team` ends with its last seat."""
     deciding = batch.agent_mask
     if count_env_steps:
         deciding = np.ones_like(deciding)

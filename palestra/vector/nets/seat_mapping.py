@@ -33,6 +33,11 @@ class SeatMapping:
     seat_id: bool = False
     layout: Layout | None = None
 
+    @property
+    def label(self) -> str:
+        """The name of the members' common player."""
+        return "+".join(self.names)
+
     @cached_property
     def all_seats(self) -> tuple[int, ...]:
         """The seats of all members, in order."""

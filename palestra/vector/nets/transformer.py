@@ -177,8 +177,7 @@ class MultiAgentTransformer(Net):
         return self._decode_tokens(encoded, tokens, _mask(acts, causal=True), memories[len(self.encoder) :])
 
     def _decode_tokens(self, encoded: Tensor, tokens: Tensor, mask: Tensor | None, past: Sequence[Past]) -> Tensor:
-        """Returns the outputs [P, G, S, O] for tokens [P, G, S, A+1]; `past` is empty or has an
-        entry for each layer of the decoder."""
+        """Returns outputs [P, G, S, O] for tokens [P, G, S, A+1]; `past` is by layer, or empty."""
         x = rowwise(self.norms[1], self._dense(self.action_embedding, tokens))
         for i, block in enumerate(self.decoder):
             x = block(x, encoded, mask, past[2 * i : 2 * i + 2] or (None, None))
@@ -277,11 +276,7 @@ class MultiAgentTransformer(Net):
         return self._decode_tokens(encoded, self._start(encoded), None, memories[len(self.encoder) :])[:, :, 0]
 
     def unroll_with_values(
-        self,
-        obs: Tensor,
-        recurrent_state: Tensor | None = None,
-        is_first: Tensor | None = None,
-        team: Team | None = None,
+        self, obs: Tensor, recurrent_state: Tensor | None, is_first: Tensor | None, team: Team | None
     ) -> tuple[Tensor, Tensor | None]:
         """Returns outputs [P, T, R, O] given the actions of `team`, and values [P, T, R]."""
         assert team is not None and team.actions is not None

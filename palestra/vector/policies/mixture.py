@@ -21,8 +21,7 @@ class OpponentSampler(Protocol):
     """Samples the members of new games."""
 
     def sample_members(self, rng: np.random.Generator, num_envs: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a tag [games] int64, which identifies the draw to the caller, and the index of a
-        member for every seat, int64 [games, S]."""
+        """Returns a tag of each draw [games] and the member of each seat [games, S], int64."""
 
 
 class IndependentSampler:

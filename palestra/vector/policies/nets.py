@@ -41,7 +41,7 @@ class NetVectorPolicy:
         self.selector = selector
         self.norm = norm
         self.seats = list(seat_mapping.all_seats)
-        self.name = "+".join(seat_mapping.names)
+        self.name = seat_mapping.label
         versions = versions or [0] * len(seat_mapping.names)
         self.names = [f"{name}@{version}" for name, version in zip(seat_mapping.names, versions, strict=True)]
         self.device = net.head.weight.device
@@ -110,8 +110,7 @@ class NetVectorPolicy:
         return actions.view(P, B, S, *actions.shape[2:]), logp, recurrent_state
 
     def _seat_selector(self, masks: Tensor | None) -> SeatSelector:
-        """Returns a function that selects the actions of one seat of each team; `masks` [P, B, S,
-        A] are action masks."""
+        """Returns a function that selects actions of one seat; `masks` are [P, B, S, A]."""
 
         def choose(out: Tensor, seat: int) -> tuple[Tensor, Tensor | None]:
             return self.selector(out, None if masks is None else masks[:, :, seat], self.generator)

@@ -57,8 +57,7 @@ EpisodeFiles = Annotated[list[str], BeforeValidator(_as_list), Field(min_length=
 def record_vector_episodes(
     env: VectorEnv, players: Sequence[VectorPolicy], steps: int, path: str | Path, *, seed: int = 0
 ) -> None:
-    """Plays `steps` joint steps of every parallel game and writes them as episodes. The games have
-    consecutive seeds from `seed` on."""
+    """Plays `steps` joint steps of games of seeds from `seed` on, and writes them as episodes."""
     batch = VectorRollout(env, seed + np.arange(env.num_envs)).collect(players, steps, seed)
     policies: dict[int, str] = {}
     for player in players:

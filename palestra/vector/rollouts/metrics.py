@@ -57,8 +57,7 @@ def training_metrics(
 
 
 def returns_by_team(returns: np.ndarray, teams: Sequence[str]) -> Metrics:
-    """Returns the mean return of each team as `return.TEAM`, from returns [G, N] and the team of
-    each seat; nothing if all seats are one team."""
+    """Returns each team's mean return, `return.TEAM`, from returns [G, N]; none for one team."""
     names = list(dict.fromkeys(teams))
     if len(names) < 2:
         return {}

@@ -84,8 +84,7 @@ class VectorRollout:
         return batch
 
     def check_episodes_end(self) -> None:
-        """Raises RunFailed if a game has run for more than `MAX_EPISODE_STEPS` steps: for whatever
-        waits for the end of games."""
+        """Raises RunFailed if a game has run for more than `MAX_EPISODE_STEPS` steps."""
         if self.episode_stats.lengths.max() > MAX_EPISODE_STEPS:
             game = int(self.episode_stats.lengths.argmax())
             raise RunFailed(
@@ -236,8 +235,7 @@ def seen_in_batch(vector_step: VectorStep, batch: RolloutBatch, t: int) -> Vecto
 
 
 def terminate_truncated(played: Played) -> Played:
-    """Returns a step or a batch in which truncated games are terminated, for all seats; `played`
-    itself if there is none."""
+    """Returns a step or a batch in which truncated games are terminated, for all seats."""
     cut = played.truncated
     if not cut.any():
         return played
@@ -265,8 +263,7 @@ def without_absent_views(vector_step: VectorStep) -> VectorStep:
 
 
 def _zeros_where_not_finite(obs: np.ndarray, absent: np.ndarray) -> np.ndarray:
-    """Returns observations [B, N, ...], those with a number that is not finite replaced by zeros
-    where `absent` [B, N]."""
+    """Returns observations [B, N, ...] with zeros for those `absent` [B, N] that are not finite."""
     games, seats = np.nonzero(absent)
     bad = ~np.isfinite(obs[games, seats]).all(axis=tuple(range(1, obs.ndim - 1)))
     if not bad.any():

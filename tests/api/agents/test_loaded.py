@@ -13,8 +13,9 @@ from palestra.api.agents import export
 from palestra.api.agents.export import GreedyNetwork
 from palestra.envs.vector_base import Discrete
 from palestra.evaluation.evaluate import evaluate
+from palestra.evaluation.game_policy import find_fixed_policy
 from palestra.evaluation.target import find_target
-from palestra.evaluation.vector import load_player
+from palestra.vector.build.build import make_fixed_player
 from palestra.vector.build.envs import make_vector_env
 
 EXPORTED = [
@@ -90,7 +91,7 @@ def played(env, act, seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_a_network_plays_the_raw_env_as_its_evaluation_does(cart_pole, seed):
     env = make_vector_env({"type": "gymnasium", "id": "CartPole-v1"}, 1)
-    player = load_player(find_target(cart_pole), env, env.seats, "agent", True)
+    player = make_fixed_player(find_fixed_policy(find_target(cart_pole), "agent", greedy=True), env, env.seats, "agent")
     step = env.reset(np.array([seed]))
     total = 0.0
     while not total or not step.done[0]:
@@ -106,7 +107,7 @@ def test_actions_are_those_of_the_player_of_evaluations(make_run, gru_units):
     env_config = {"type": "simple_spread", "num_envs": 4}
     run = make_run(f"spread_{gru_units}", env_config, 1024, gru_units=gru_units)
     env = make_vector_env(env_config, 3)
-    player = load_player(find_target(run), env, env.seats, "agent", True)
+    player = make_fixed_player(find_fixed_policy(find_target(run), "agent", greedy=True), env, env.seats, "agent")
     agents = [pl.load_agent(run, seat=seat, greedy=True) for seat in env.seats]
     step = env.reset(np.arange(3))
     state = player.initial_state(3)

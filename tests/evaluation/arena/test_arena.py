@@ -20,6 +20,7 @@ from palestra.evaluation.arena.players import (
     reference_player,
     solution_table,
     text_game,
+    tree_of,
 )
 from palestra.evaluation.arena.scores import (
     RATED_GAMES,
@@ -71,7 +72,7 @@ def test_shipped_results_of_the_other_games_too(shipped: dict[str, ArenaResult])
 
 @pytest.mark.parametrize("game", ["kuhn", "leduc", "liars_dice_4"])
 def test_solver_plays_an_equilibrium_of_card_games(game: str) -> None:
-    assert nash_conv(*solution_table(game)) < 0.02
+    assert nash_conv(tree_of(game), solution_table(game)) < 0.02
 
 
 def test_solver_never_loses_tic_tac_toe(shipped: dict[str, ArenaResult]) -> None:

@@ -15,7 +15,7 @@ SIZES = (44 * 36, 36 * 40 * 3)
 
 def test_each_image_has_convolutions_of_its_own_and_numbers_stay() -> None:
     inputs = sum(SIZES) + 2
-    encoder = ImageEncoder(ImageLayout((TALL, WIDE)), inputs, make_generators([1, 2]), False, torch.float32)
+    encoder = ImageEncoder(ImageLayout((TALL, WIDE)), inputs, make_generators([1, 2]), "nature", torch.float32)
     rows = torch.rand(2, 5, inputs, generator=torch.Generator().manual_seed(0))
     tall, wide, numbers = rows.split([*SIZES, 2], -1)
     expected = [encoder.images[0](tall.view(2, 5, *TALL)), encoder.images[1](wide.view(2, 5, *WIDE)), numbers]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from palestra.vector.nets.dense import MLP, Activation, Linear, orthogonal
+from palestra.vector.nets.images import ConvolutionKind
 from palestra.vector.nets.layers import (
     GRU,
     Convolutions,
@@ -80,9 +81,9 @@ def test_mlp_is_linear_layers_with_activations() -> None:
         torch.testing.assert_close(mlp(x)[0], expected)
 
 
-@pytest.mark.parametrize(("small", "strides", "units"), [(False, (4, 2, 1), 512), (True, (4, 2), 256)])
-def test_convolutions_equal_torch_on_scaled_bytes(small: bool, strides: tuple[int, ...], units: int) -> None:
-    net = Convolutions(PIXELS, make_generators([1]), small)
+@pytest.mark.parametrize(("kind", "strides", "units"), [("nature", (4, 2, 1), 512), ("small", (4, 2), 256)])
+def test_convolutions_equal_torch_on_scaled_bytes(kind: ConvolutionKind, strides: tuple[int, ...], units: int) -> None:
+    net = Convolutions(PIXELS, make_generators([1]), kind)
     jitter(net)
     pixels = torch.randint(0, 256, (1, 2, *PIXELS), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     x = pixels[0].permute(0, 3, 1, 2) / 255

@@ -11,7 +11,7 @@ actions of the seat that has most, `F` ended games, `D` numbers of a critic's in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,25 +20,24 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from palestra.core.losses import LossInputs, policy_gradient_loss
+from palestra.core.losses import policy_gradient_loss
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, RolloutBatch
-from palestra.envs.vector_base import Arrays, Discrete
+from palestra.envs.vector_base import Discrete
 from palestra.vector.algorithms.critics import CriticEnsemble, frozen_copy
-from palestra.vector.algorithms.minibatches import MiniBatch, normalise_weights
+from palestra.vector.algorithms.minibatches import MiniBatch, PolicyRows, normalise_weights, sum_losses
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.vector.learners.optimizers import StackedOptimizer
 from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.losses import value_loss
 from palestra.vector.nets.advantages import AdvantageInputs, gae
 from palestra.vector.nets.heads import CategoricalHead
-from palestra.vector.nets.layers import Net, make_generators, states_at
+from palestra.vector.nets.layers import Net, make_generators
 from palestra.vector.nets.on_device import RolloutTensors, constant, exponential_like, identity, make_generator
 
 
 class COMA(AlgorithmConfig):
-    """COMA: collect a rollout, train the critics on TD(lambda) returns, then take one gradient step
-    with each policy."""
+    """COMA: trains critics on TD(lambda) returns, then takes one step with each policy."""
 
     type: Literal["coma"] = "coma"
     gamma: float = Field(0.99, ge=0, le=1)
@@ -81,6 +80,7 @@ class COMALearner(NetLearner):
     """Learner of COMA. Raises ValueError unless every seat has discrete actions."""
 
     uses_global_features = True
+    saved_counts = {"updates": "updates"}
 
     def __init__(self, config: COMA, spec: NetLearnerSpec) -> None:
         env = spec.env
@@ -103,8 +103,7 @@ class COMALearner(NetLearner):
     def _critic(self, stack: PolicyStack) -> CriticEnsemble:
         N = len(self.env.seats)
         seeds = [derive_seed(self.seeds[name], "critic") for name in stack.seat_mapping.names]
-        lr = self.config.critic_lr or stack.config.lr
-        config = stack.config.without_memory().model_copy(update={"lr": lr})
+        config = stack.config.without_memory().with_lr(self.config.critic_lr)
         net = Net((self.global_size + N * self.num_actions + N,), stack.head.outputs, config, make_generators(seeds))
         net.to(self.device)
         optimizer = StackedOptimizer(net, stack.seat_mapping.names, config, self.process_group)
@@ -146,11 +145,8 @@ class COMALearner(NetLearner):
         values = q.gather(-1, critic_inputs.actions[..., None])[..., 0]
         values[-1] = (critic_inputs.action_probs * q).sum(-1)[-1]
         bootstrap = torch.zeros_like(batch.rewards)
-        times, games = batch.end_index
-        if len(times):
-            cut = ~batch.seats_terminated[times, games]  # [F, N]
-            value = (ends.action_probs * self._values(targets, ends)).sum(-1)
-            bootstrap[times, games] = torch.where(cut, value, 0.0)
+        if len(batch.final_obs):
+            bootstrap = batch.spread_ends((ends.action_probs * self._values(targets, ends)).sum(-1))
         advantage_inputs = AdvantageInputs(batch.rewards, values, bootstrap, batch.seats_done, batch.agent_mask)
         advantages, known = gae(advantage_inputs, gamma=self.config.gamma, gae_lambda=self.config.td_lambda)
         return critic_inputs, advantages + values[:-1], known
@@ -184,24 +180,14 @@ class COMALearner(NetLearner):
         self, stack: PolicyStack, batch: RolloutTensors, advantages: Tensor, progress: float
     ) -> dict[str, Metrics]:
         """Takes one step with the policies of a stack; returns metrics by policy."""
-        names = stack.seat_mapping.names
-        observations = stack.observations(batch.obs)[:, :-1]
-        is_first = stack.seat_mapping.repeat_games(batch.is_first)[:, :-1]
-        out, _ = stack.net.unroll(observations, batch.recurrent_state.get("+".join(names)), is_first)
-        actions = stack.actions(batch)
-        logp, entropy = stack.head.evaluate_actions(out, actions, stack.action_masks(batch))
-        inputs = (logp, entropy, stack.rows(batch.logp), stack.rows(advantages))
-        share = normalise_weights(stack.rows(batch.agent_mask[:-1]).float())
-        total = out.new_zeros(())
-        lines = []
-        for p in range(len(names)):
-            own, spread, old, credit = (x[p].flatten() for x in inputs)
-            loss, metrics = policy_gradient_loss(LossInputs(own, spread, old, None, credit, share[p].flatten()))
-            total = total + loss - self.config.entropy_coef * (share[p].flatten() * spread).sum()
-            lines.append({"policy_loss": loss.detach(), **metrics})
+        rows = PolicyRows.of(stack, batch, stack.rows(advantages), stack.rows(batch.agent_mask[:-1]).float())
+        out, _ = stack.net.unroll(rows.observations, rows.recurrent_state, rows.is_first)
+        share = normalise_weights(rows.weight)
+        total, lines = sum_losses(policy_gradient_loss, stack.head, out, rows, share, self.config.entropy_coef)
         norms = stack.optimizer.step(total, progress)
         stack.version += 1
-        return {name: mean_metrics([lines[p] | {"grad_norm": norms[p]}]) for p, name in enumerate(names)}
+        each = zip(stack.seat_mapping.names, lines, norms, strict=True)
+        return {name: mean_metrics([line | {"grad_norm": norm}]) for name, line, norm in each}
 
     # ---- critic inputs
 
@@ -226,21 +212,12 @@ class COMALearner(NetLearner):
 
     def _probabilities(self, stack: PolicyStack, batch: RolloutTensors) -> tuple[Tensor, Tensor]:
         """Returns action probabilities at every step [T+1, B, P*S, A'] and at the ends of games [F, P*S, A']."""
-        S = len(stack.seat_mapping.seats[0])
-        times, games = batch.end_index
-        is_first = stack.seat_mapping.repeat_games(batch.is_first)
-        action_mask = stack.optional_rows(batch.action_mask)
-        recurrent_state = batch.recurrent_state.get("+".join(stack.seat_mapping.names))
-        out, memories = stack.net.unroll(stack.observations(batch.obs), recurrent_state, is_first)
-        moments = _logits(stack, out, action_mask).exp().unflatten(2, (-1, S)).movedim(0, 2).flatten(2, 3)
-        if not len(times):
+        out, final = stack.unroll(batch)
+        moments = stack.seat_mapping.by_seat(_logits(stack, out, stack.optional_rows(batch.action_mask)).exp())
+        if final is None:
             return moments, moments[0, :0]
-
-        at_end = states_at(memories, S, times, games)
-        final, _ = stack.net.unroll(stack.observations(batch.final_obs, 1)[:, None], at_end)
-        legal = stack.optional_rows(batch.last_action_masks(), 1)
-        ends = _logits(stack, final[:, 0], legal).exp()
-        return moments, ends.unflatten(1, (-1, S)).movedim(0, 1).flatten(1, 2)
+        ends = _logits(stack, final, stack.optional_rows(batch.last_action_masks(), 1)).exp()
+        return moments, stack.seat_mapping.by_seat(ends[:, None])[0]
 
     def _draw(self, policy: Tensor) -> Tensor:
         """Returns an action sampled from each row of probabilities [..., A]; 0 where all are zero."""
@@ -248,8 +225,7 @@ class COMALearner(NetLearner):
         return torch.argmax(policy / race, -1)
 
     def _critic_features(self, obs: Tensor, state: Tensor | None, actions: Tensor, agent_mask: Tensor) -> Tensor:
-        """Returns the critic input of each seat [..., N, D]: state or all observations, the others'
-        actions (one-hot), and the seat."""
+        """Returns critic inputs [..., N, D]: global features, the others' actions, the seat."""
         N = len(self.env.seats)
         A = self.num_actions
         ids = identity(len(self.env.seats), self.device)
@@ -261,8 +237,7 @@ class COMALearner(NetLearner):
 
     @torch.no_grad()
     def _values(self, nets: list[Net], critic_inputs: CriticInputs) -> Tensor:
-        """Returns a value for each action of each seat [..., N, A] from the critics `nets`; 0 for
-        actions that a seat lacks."""
+        """Returns the values of each seat's actions [..., N, A] by `nets`; 0 for those it lacks."""
         q = torch.zeros_like(critic_inputs.action_probs)
         lead = critic_inputs.action_probs.dim() - 2
         for stack, net in zip(self.stacks, nets, strict=True):
@@ -271,15 +246,6 @@ class COMALearner(NetLearner):
             seats = stack.seat_mapping.seat_index(self.device)
             q[..., seats, : stack.head.outputs] = out.movedim(0, lead).flatten(lead, lead + 1)
         return q
-
-    # ---- state
-
-    def state_arrays(self) -> Arrays:
-        return super().state_arrays() | {"updates": np.array([self.updates])}
-
-    def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
-        super().load_arrays(arrays)
-        self.updates = int(arrays["updates"][0])
 
 
 def _logits(stack: PolicyStack, out: Tensor, action_mask: Tensor | None) -> Tensor:

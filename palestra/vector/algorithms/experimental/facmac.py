@@ -66,8 +66,7 @@ class FACMACLearner(DDPGLearner):
         if config.mixer != "vdn":
             self.mixer = QMIXMixer(seats, self.global_size, config.mixer_units, seed, monotonic=config.mixer == "qmix")
             self.mixer.to(self.device)
-            settings = self.policies[self.names[0]]
-            settings = settings.model_copy(update={"lr": config.critic_lr or settings.lr})
+            settings = self.policies[self.names[0]].with_lr(config.critic_lr)
             self.mixer_adam = StackedOptimizer(self.mixer, ["+".join(self.names)], settings, self.process_group)
             self.extra_optimizers["mixer_adam"] = self.mixer_adam
         self.target_mixer = frozen_copy(self.mixer)

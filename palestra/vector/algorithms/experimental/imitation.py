@@ -111,8 +111,7 @@ def load_demonstrations(paths: Sequence[str], learner: NetLearner, *, memory: bo
 
 
 class BC(AlgorithmConfig):
-    """Behaviour cloning: maximises the likelihood of the actions in recorded episodes. Play in the
-    env only measures the policy."""
+    """Behaviour cloning: imitates recorded actions. Play in the env only measures the policy."""
 
     type: Literal["bc"] = "bc"
     demonstrations: EpisodeFiles
@@ -224,8 +223,7 @@ class GAIL(ActorCriticConfig):
 
 @dataclass
 class Discriminator:
-    """Discriminators of a stack, one network per member: transitions [P, R, D] -> logits [P, R] of
-    being the expert's."""
+    """Discriminators of a stack: transitions [P, R, D] -> logits [P, R] of being the expert's."""
 
     net: Net
     optimizer: StackedOptimizer
@@ -251,8 +249,8 @@ class GAILLearner(ActorCriticLearner):
 
     def _discriminator(self, stack: PolicyStack) -> Discriminator:
         seat_mapping = stack.seat_mapping
-        lr = self.imitation.discriminator_lr or stack.config.lr
-        config = stack.config.without_memory().model_copy(update={"communication_rounds": 0, "lr": lr})
+        config = stack.config.without_memory().with_lr(self.imitation.discriminator_lr)
+        config = config.model_copy(update={"communication_rounds": 0})
         seeds = [derive_seed(self.seeds[name], "discriminator") for name in seat_mapping.names]
         inputs = int(np.prod(seat_mapping.input_shape)) + encoding_size(seat_mapping.action_space)
         net = Net((inputs,), 1, config, make_generators(seeds)).to(self.device)

@@ -63,7 +63,7 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
             names = stack.seat_mapping.names
             generators = make_generators([derive_seed(self.seeds[name], "value") for name in names])
             net = Net(self.critic_input_shape(stack), 1, stack.config, generators).to(self.device)
-            config = stack.config.model_copy(update={"lr": self.config.critic_lr or stack.config.lr})
+            config = stack.config.with_lr(self.config.critic_lr)
             self.value_nets.append(net)
             self.value_adams.append(StackedOptimizer(net, names, config, self.process_group))
         self.register("value", self.value_nets, self.value_adams)

@@ -85,7 +85,7 @@ class EncoderCritic(ValueCritic):
     def evaluate(
         self, observations: Tensor, final_observations: Tensor, batch: RolloutTensors
     ) -> tuple[Tensor, Tensor]:
-        state = batch.recurrent_state.get("+".join(self.seat_mapping.names))
+        state = batch.recurrent_state.get(self.seat_mapping.label)
         if state is None:
             return super().evaluate(observations, final_observations, batch)
         mapping = self.seat_mapping

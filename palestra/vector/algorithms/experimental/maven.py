@@ -16,7 +16,7 @@ Shapes: as in `palestra.vector.algorithms.qmix`; `K` values of z.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,13 +30,13 @@ from torch import Tensor, nn
 from palestra.core.losses import TensorMetrics
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, RolloutBatch
-from palestra.envs.vector_base import Arrays, Discrete, Space
+from palestra.envs.vector_base import Discrete, Space
 from palestra.vector.algorithms.experimental.latents import LatentPlayer, LatentPolicy
 from palestra.vector.algorithms.q_learning import ValueHead, with_last_layer
 from palestra.vector.algorithms.qmix import MixingConfig, QMIXLearner
 from palestra.vector.learners.nets import NetLearner, NetLearnerSpec
 from palestra.vector.learners.optimizers import StackedOptimizer
-from palestra.vector.learners.policy_stack import PolicyStack, policy_writers, strip_prefix
+from palestra.vector.learners.policy_stack import PolicyStack, policy_writers
 from palestra.vector.nets.dense import MLP
 from palestra.vector.nets.heads import ActionHead, mask_illegal
 from palestra.vector.nets.layers import make_generators
@@ -102,21 +102,21 @@ class MAVENLearner(QMIXLearner):
         name = self.names[0]
         own = self.policies[name]
         seed = self.seeds[name]
-        adam = partial(StackedOptimizer, names=["+".join(self.names)])
-        draws = own.model_copy(update={"lr": config.latent_lr or own.lr})
+        adam = partial(StackedOptimizer, names=["+".join(self.names)], process_group=self.process_group)
         self.latent_policy = LatentPolicy(
             self.global_size, config.latents, config.mixer_units, derive_seed(seed, "latents"), self.device
         )
-        self.latent_adam = adam(self.latent_policy.net, config=draws, process_group=self.process_group)
+        self.latent_adam = adam(self.latent_policy.net, config=own.with_lr(config.latent_lr))
         inputs = self.global_size + len(self.seats) * self._num_actions
         generators = make_generators([derive_seed(seed, "variational")])
         self.variational = MLP(inputs, [config.mixer_units], "relu", generators, config.latents).to(self.device)
-        self.variational_adam = adam(self.variational, config=own, process_group=self.process_group)
+        self.variational_adam = adam(self.variational, config=own)
         self.extra_modules |= {
             "latents": self.latent_policy.net,
             "returns": self.latent_policy.norm,
             "variational": self.variational,
         }
+        self.saved_parts["games"] = self.latent_policy
         self.extra_optimizers |= {"latent_adam": self.latent_adam, "variational_adam": self.variational_adam}
 
     # ---- networks
@@ -271,15 +271,6 @@ class MAVENLearner(QMIXLearner):
     def _together(self, obs: Tensor) -> Tensor:
         return self.global_features(obs, None, obs.dim() - 2)
 
-    # ---- state
-
     def member_writers(self) -> dict[str, Callable[[Path], None]]:
         """Returns writers of the policies as plain Q-networks of the preferred latent."""
         return policy_writers(stack for stack, _ in self._plain_stacks())
-
-    def state_arrays(self) -> Arrays:
-        return super().state_arrays() | {f"games/{key}": value for key, value in self.latent_policy.arrays().items()}
-
-    def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
-        super().load_arrays(arrays)
-        self.latent_policy.load(strip_prefix(arrays, "games"))
