@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -105,8 +105,10 @@ class SharedMemoryGroup(TorchGroup):
     def all_ranks(self, flag: bool) -> bool:
         return bool(self.all_reduce(torch.tensor([float(flag)])) == self.world_size)  # called before every update
 
-    def explain_lost_rank(self, resume: str) -> AbstractContextManager[None]:
-        return explain_dead_process(resume)
+    @contextmanager
+    def explain_lost_rank(self, resume: str) -> Iterator[None]:
+        with explain_dead_process(resume):
+            yield
 
     def leave(self) -> None:
         stop_processes()
