@@ -2,6 +2,7 @@
 
     python scripts/make_tiny.py tiny       boards: Plan-Path and Sokoban, sums, small talk
     python scripts/make_tiny.py boards     begun from tiny: the boards at full size, and how to walk to a cell
+    python scripts/make_tiny.py deep       boards with twice the layers, trained further; not shipped: give --out
     python scripts/make_tiny.py tasks      every other task, in its shortest form
 
 Runs on one thread in fp32 with a fixed seed: the same machine and library versions give the same bytes. There is no
@@ -42,7 +43,8 @@ from palestra.engine.training.adapter_weights import AdapterWeights
 class Recipe:
     """How to make a base: `runs(seed)` yields its training data, in runs of examples that share a prompt; `roles` are
     the roles of the chat template `template`; `steps` are training steps. Each of `words` is one token, with and
-    without a space before it, and each of `marks` is one token. `said` are further figures for the README."""
+    without a space before it, and each of `marks` is one token. `said` are further figures for the README. Training
+    begins with the base `start`, each layer of which is followed by a new one if `is_doubled`."""
 
     runs: Callable[[int], Iterator[list[Any]]]
     words: list[str]
@@ -52,6 +54,7 @@ class Recipe:
     marks: tuple[str, ...] = ()
     said: dict[str, float] = field(default_factory=dict)
     start: str = ""
+    is_doubled: bool = False
     muon: Callable[..., torch.optim.Optimizer] = torch.optim.Muon
     rates: tuple[float, float] = (2e-2, 4e-3)
 
@@ -85,16 +88,18 @@ TINY = Recipe(
     4200,
     said={"random": tiny_data.RANDOM, "noise": tiny_data.NOISE, "give_up": tiny_data.GIVE_UP},
 )
+BOARDS = replace(
+    TINY,
+    runs=partial(tiny_data.runs, mix=tiny_data.BOARDS),
+    steps=4500,
+    start="tiny",
+    muon=Float32Muon,
+    rates=(1e-2, 2e-3),
+)
 RECIPES = {
     "tiny": TINY,
-    "boards": replace(
-        TINY,
-        runs=partial(tiny_data.runs, mix=tiny_data.BOARDS),
-        steps=4500,
-        start="tiny",
-        muon=Float32Muon,
-        rates=(1e-2, 2e-3),
-    ),
+    "boards": BOARDS,
+    "deep": replace(BOARDS, steps=3200, start="boards", is_doubled=True),
     "tasks": Recipe(
         task_data.runs,
         [*COORDINATES, *"0123456789"],
@@ -167,10 +172,33 @@ def begin(recipe: Recipe, seed: int, number: int) -> tuple[PreTrainedTokenizerFa
     if recipe.start:
         folder = str(BASES / recipe.start)
         how = {"attn_implementation": "palestra", "dtype": "float32"}
-        return load_tokenizer(folder), load_model(Qwen3ForCausalLM, folder, **how)
+        model = load_model(Qwen3ForCausalLM, folder, **how)
+        return load_tokenizer(folder), with_double_layers(model) if recipe.is_doubled else model
     texts = [f"{e.question} {e.answer}" for run in islice(recipe.runs(seed), number) for e in run]
     tokenizer = make_tokenizer(recipe, texts)
     return tokenizer, make_model(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
+
+
+def with_double_layers(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
+    """Returns a model that computes the same with twice the layers: each is followed by a copy that adds nothing yet,
+    since its output projections are 0."""
+    layers = 2 * model.config.num_hidden_layers
+    tree = model.config.to_dict() | {"num_hidden_layers": layers, "layer_types": None}
+    config = Qwen3Config.from_dict(tree)
+    config._attn_implementation = "palestra"
+    deeper = Qwen3ForCausalLM(config).float()
+    weights = {}
+    for name, weight in model.state_dict().items():
+        before, _, after = name.partition(".layers.")
+        if not after:
+            weights[name] = weight
+            continue
+        number, _, rest = after.partition(".")
+        is_output = rest.startswith(("self_attn.o_proj", "mlp.down_proj"))
+        weights[f"{before}.layers.{2 * int(number)}.{rest}"] = weight
+        weights[f"{before}.layers.{2 * int(number) + 1}.{rest}"] = weight * (not is_output)
+    deeper.load_state_dict(weights)
+    return deeper
 
 
 class Reader:
@@ -245,7 +273,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smoke test: two steps, in runs/make_tiny")
     parser.add_argument("--out", type=Path, help="default: palestra/data/bases/BASE")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="default: 1; deep wants another than boards had")
     options = parser.parse_args()
     recipe, out = RECIPES[options.base], options.out or BASES / options.base
     if options.quick:
