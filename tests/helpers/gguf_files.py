@@ -10,7 +10,7 @@ from gguf import GGUFWriter, LlamaFileType
 from tokenizers import pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-VOCABULARY = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ"]
+VOCABULARY = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ", "12"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>{% endfor %}<|im_start|>"
 NAMES = {
     "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output", "gate_proj": "ffn_gate",
@@ -38,8 +38,11 @@ def as_gguf(name: str, tensor: np.ndarray) -> tuple[str, np.ndarray]:
     return f"{layer}{NAMES[parts[-2]]}.weight", tensor
 
 
-def write_gguf(path: Path, model: LlamaForCausalLM, add: Callable[[GGUFWriter], None] = lambda _: None) -> Path:
-    """Writes a model as llama.cpp's converter does; `add` writes further fields and tensors."""
+def write_gguf(
+    path: Path, model: LlamaForCausalLM, add: Callable[[GGUFWriter], None] = lambda _: None, split: str = "smollm"
+) -> Path:
+    """Writes a model as llama.cpp's converter does; `add` writes further fields and tensors, `split` names how the
+    tokenizer splits texts."""
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(2)
     writer.add_context_length(model.config.max_position_embeddings)
@@ -52,10 +55,11 @@ def write_gguf(path: Path, model: LlamaForCausalLM, add: Callable[[GGUFWriter], 
     writer.add_vocab_size(len(VOCABULARY))
     writer.add_file_type(LlamaFileType.ALL_F32)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    if split:
+        writer.add_tokenizer_pre(split)
     writer.add_token_list(VOCABULARY)
     writer.add_token_types([3, 3, 3] + [1] * (len(VOCABULARY) - 3))
-    writer.add_token_merges(["Ġ Ġ"])
+    writer.add_token_merges(["Ġ Ġ", "1 2"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)

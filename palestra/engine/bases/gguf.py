@@ -23,15 +23,24 @@ from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
 from transformers.utils.logging import disable_progress_bar
 
 from palestra.core.files import DamagedFile, acquire_lock, atomic_folder, checksums, find_damage
-from palestra.engine.bases.gguf_fields import check_tensors, complete_config, refuse
+from palestra.engine.bases.gguf_fields import REMEDY, check_tensors, complete_config, refuse
 from palestra.engine.bases.packaged_bases import Parts, cache_folder, gguf_stem
 from palestra.engine.bases.pretrained import load_config, load_model, load_tokenizer, model_from_config
 
+try:
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+except ImportError:  # older versions of transformers choose a split by the architecture
+    GGUF_PRE_TOKENIZER_SPLITS = None
+
 # Written last: {"gguf": file name, "files": sizes and checksums of the folder, "converter": CONVERTER}
 MANIFEST = "converted.json"
-CONVERTER = 2  # folders of a lower one are written again: scaled rotary embeddings were not read before
+CONVERTER = 3  # folders of a lower one are written again: some attention scales and splits were wrong before
 MAGIC = b"GGUF"  # first bytes of every GGUF file
 KNOWN_TO_READ = "transformers 5.23"
+# Kinds of splits as llama.cpp names them: each digit alone; a word that is a token stays whole; GPT-2's.
+DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+WHOLE_WORDS_FIRST = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
+GPT2_SPLITS = ("gpt-2", "phi-2", "olmo", "mpt", "gigachat", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "mellum")
 SAMPLE_TEXT = "Two  words, 12 +3,\nCafé."
 
 
@@ -89,7 +98,7 @@ def _convert(parts: Parts, folder: Path) -> None:
     plain.tie_weights()
     plain.generation_config = model.generation_config
     plain.save_pretrained(folder)
-    split_digits(tokenizer, reader)
+    split_as_stated(tokenizer, reader, file)
     check_tokenizer(tokenizer, reader, file)
     tokenizer.save_pretrained(folder)
     if file.parent == folder:
@@ -186,13 +195,25 @@ def _patch_attribute(module: Any, name: str, value: Callable[..., Any]) -> Itera
         setattr(module, name, original)
 
 
-def split_digits(tokenizer: Any, fields: Any) -> None:
-    """Makes the tokenizer of a SmolLM file split numbers into digits, as the file asks for; transformers 5.23 does not
-    read that field, and tokenises spaces before digits differently."""
-    if _field(fields, "pre") == "smollm":
-        digits = Digits(individual_digits=True)
+def split_as_stated(tokenizer: Any, fields: Any, file: Path) -> None:
+    """Makes a byte-level tokenizer split texts as the file states (`tokenizer.ggml.pre`), which transformers reads for
+    some kinds only and takes for GPT-2's otherwise. Prints it if the file does not say; raises ValueError for a kind
+    that is not known."""
+    if _field(fields, "model") != "gpt2" or GGUF_PRE_TOKENIZER_SPLITS is None:
+        return
+    kind = _field(fields, "pre")
+    if kind in DIGITS_APART:
         words = ByteLevel(add_prefix_space=False)
-        tokenizer.backend_tokenizer.pre_tokenizer = Sequence([digits, words])
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), words])
+    elif kind in WHOLE_WORDS_FIRST:
+        tokenizer.backend_tokenizer.model.ignore_merges = True
+    elif kind in (None, "default"):
+        print(f"{file.name} does not say how its tokenizer splits texts: as GPT-2's does", file=sys.stderr)
+    elif kind not in GGUF_PRE_TOKENIZER_SPLITS and kind not in GPT2_SPLITS:
+        raise ValueError(
+            f'the tokenizer of {file.name} splits texts as "{kind}" (tokenizer.ggml.pre), which is not known here, and '
+            f"its tokens would be others. {REMEDY}"
+        )
 
 
 def check_tokenizer(tokenizer: Any, fields: Any, file: Path) -> None:
@@ -206,11 +227,18 @@ def check_tokenizer(tokenizer: Any, fields: Any, file: Path) -> None:
         decoded = tokenizer.decode(tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False))
         if decoded != SAMPLE_TEXT:
             fault = f"{SAMPLE_TEXT!r} becomes {decoded!r}"
+    elif _field(fields, "add_space_prefix") is False and _begins_with_space(tokenizer):
+        fault = "it puts a space before a text, and the file forbids that"
     if fault:
         raise ValueError(
             f"transformers {transformers.__version__} reads the tokenizer of {file.name} wrongly: {fault}. "
             f"Install {KNOWN_TO_READ} or newer"
         )
+
+
+def _begins_with_space(tokenizer: Any) -> bool:
+    first: str = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))[0]
+    return first.startswith("\u2581")
 
 
 def _field(fields: Any, name: str) -> Any:

@@ -64,6 +64,9 @@ NEUTRAL: dict[str, Any] = {
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
 }
+# Files have no field for the scale of Gemma's attention: it is that of a head's width, and in the models with so many
+# layers of the width over the heads, as llama.cpp has it.
+GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 REMEDY = "Name the model's own weights: a folder that save_pretrained wrote, or its name on the hub"
 ROPE_FREQS = "rope_freqs.weight"  # a divisor for each frequency: how Llama 3.1 and later scale the embedding
 LLAMA3_RATIO = 4.0  # high_freq_factor, with low_freq_factor 1, of all Llama 3 models
@@ -87,6 +90,10 @@ def complete_config(config: Any, reader: Any, file: str) -> None:
     done = {key for key, value in left.items() if _set(config, key, value) or (key, value) in NEUTRAL.items()}
     done |= _set_rope(config, left, fields.get("context_length"), factors)  # by the width of the heads that is set
     refuse([f"{architecture}.{key} ({left[key]!s:.40})" for key in left if key not in done], file)
+    if architecture in GEMMA_27B_LAYERS:
+        is_27b = config.num_hidden_layers == GEMMA_27B_LAYERS[architecture]
+        width = config.hidden_size // config.num_attention_heads if is_27b else config.head_dim
+        config.query_pre_attn_scalar = width
 
 
 def check_tensors(model: PreTrainedModel, reader: Any, file: str) -> None:

@@ -29,7 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 from palestra.core.accel.devices import resolve_device
 from palestra.core.accel.malloc import keep_freed_memory, release_freed_memory
 from palestra.engine.bases.names import expert_notes, model_class, model_without_weights, plain_note, resolve_base
-from palestra.engine.bases.pretrained import load_config, load_model, load_tokenizer
+from palestra.engine.bases.pretrained import explain_damage, load_config, load_tokenizer, load_whole_model
 from palestra.engine.check.probe import AttentionShape, probe_attention, set_attention
 from palestra.engine.check.self_check import choose_engine, small_verdict
 from palestra.engine.forward.decoder import decoder_of
@@ -134,8 +134,9 @@ class Engine:
         config = load_config(path)
         changed = {"config": use_long_factors(config, base)} if long_context else {}
         kind = model_class(config, base)
-        model = load_model(kind, path, dtype=torch_dtype, attn_implementation="eager", **changed)
-        tokenizer = load_tokenizer(path)
+        with explain_damage(path):
+            model = load_whole_model(kind, path, dtype=torch_dtype, attn_implementation="eager", **changed)
+            tokenizer = load_tokenizer(path)
         if quantize:
             quantize_model(model, quantize)
         model = model.to(device).eval().requires_grad_(False)

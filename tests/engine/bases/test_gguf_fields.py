@@ -295,3 +295,49 @@ def test_any_tensor_has_a_weight_or_is_refused(name: str, end: str, tmp_path: Pa
 
 def test_tables_do_not_overlap():
     assert not HARMLESS & {*ATTRIBUTES, *NEUTRAL}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shape", "scale"),
+    [
+        ("gemma2", {"num_hidden_layers": 26, "hidden_size": 2304, "num_attention_heads": 8, "head_dim": 256}, 256),
+        ("gemma2", {"num_hidden_layers": 46, "hidden_size": 4608, "num_attention_heads": 32, "head_dim": 128}, 144),
+        ("gemma3", {"num_hidden_layers": 34, "hidden_size": 2560, "num_attention_heads": 8, "head_dim": 256}, 256),
+        ("gemma3", {"num_hidden_layers": 62, "hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128}, 168),
+        ("gemma3", {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "head_dim": 32}, 32),
+    ],
+)
+def test_attention_of_gemma_has_the_scale_of_its_size(
+    architecture: str, shape: dict[str, int], scale: int, tmp_path: Path
+):
+    writer = GGUFWriter(tmp_path / "gemma.gguf", architecture)
+    writer.add_key_length(shape["head_dim"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    config = {"gemma2": Gemma2Config, "gemma3": Gemma3TextConfig}[architecture](**shape)
+    complete_config(config, GGUFReader(tmp_path / "gemma.gguf"), "gemma.gguf")
+    assert config.query_pre_attn_scalar == scale
+
+
+def tokens_of(path: Path) -> list[str]:
+    tokenizer = Engine.load(str(path), device="cpu").tokenizer
+    return tokenizer.convert_ids_to_tokens(tokenizer.encode("a 12", add_special_tokens=False))
+
+
+@pytest.mark.parametrize("split", ["smollm", "starcoder", "command-r"])
+def test_digits_are_apart_where_the_file_says_so(split: str, tmp_path: Path):
+    assert tokens_of(write_gguf(tmp_path / "digits.gguf", tiny_llama(), split=split)) == ["a", "Ġ", "1", "2"]
+
+
+@pytest.mark.parametrize("split", ["gpt-2", "llama-bpe", "default", ""])
+def test_digits_are_together_elsewhere(split: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert tokens_of(write_gguf(tmp_path / "words.gguf", tiny_llama(), split=split)) == ["a", "Ġ", "12"]
+    is_silent = split in ("gpt-2", "llama-bpe")
+    assert ("does not say how its tokenizer splits texts" in capsys.readouterr().err) != is_silent
+
+
+@pytest.mark.parametrize("split", ["falcon", "deepseek-llm", "no-such-pre"])
+def test_an_unknown_split_is_refused(split: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=f'splits texts as "{split}" .tokenizer.ggml.pre., which is not known here'):
+        Engine.load(str(write_gguf(tmp_path / "odd.gguf", tiny_llama(), split=split)), device="cpu")
